@@ -21,6 +21,7 @@ from fsdp_compose.sharded.ops import MEMORY
 __all__ = [
     "EDGE",
     "EXPORT",
+    "INTO_SCOPE",
     "PRIVACY",
     "QUANTIZING",
     "RAW",
@@ -66,6 +67,11 @@ WHOLE_COPY = (
     "sharded in the same way. An optimizer's state stays whole through fully_shard, and cut "
     "through undo: take saved = optim_state_dict(model, optim, kind='full'), build a new optimizer "
     f"after that call, and load_optim_state_dict(model, new, saved). {_COPIES}"
+)
+INTO_SCOPE = (
+    "Inside `gathered` and `unshard` parameters are whole, while gradients, optimizer state and "
+    "what was computed from parameters before are slices: leave the scope first, or enter "
+    f"gathered(module, with_grads=True, writeback=True), where gradients are whole too. {_COPIES}"
 )
 INIT = (
     "An initialiser gets whole parameters in `with fsdp_compose.gathered(module, "

@@ -22,15 +22,15 @@ from fsdp_compose.base.torch_stack import is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
-from fsdp_compose.sharded.advice import WHOLE_COPY, is_called_by
+from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.draws import draw_into, draw_like
 from fsdp_compose.sharded.operands import (
-    INTO_PLAIN,
     PLAIN_FORMATS,
     check_cut,
     compare_partners,
     cut_operand,
     cut_operands,
+    refuse_target,
     with_partners,
 )
 from fsdp_compose.sharded.reads import call_slices
@@ -44,6 +44,7 @@ from fsdp_compose.sharded.spec import (
 )
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
+    SHARDED,
     ShardedTensor,
     first_spec,
     is_sharded,
@@ -148,9 +149,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if specs is not None and all(type(t) is Tensor and not t.ndim for t in value):
                     continue  # the step counts of a fused optimizer
                 found = [t._shard_spec for t in value]
-                if specs is None:
-                    specs = found
-                elif specs != found:
+                specs = specs or found
+                if specs != found or not SHARDED.issuperset(map(type, value)):
                     return _foreach_mixed(func, args, kwargs)
     except AttributeError:
         return _foreach_mixed(func, args, kwargs)
@@ -203,7 +203,7 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if (name == first and func in ops.FOREACH_IN_PLACE) or (
                 func in ops.FUSED and items[i].ndim
             ):
-                refuse(func, spec, INTO_PLAIN, WHOLE_COPY)
+                refuse_target(func, items[i], spec)
             items[i] = cut_operand(func, items[i], spec)
     given = args, kwargs
     args = tuple(lists.get(i, value) for i, value in enumerate(args))

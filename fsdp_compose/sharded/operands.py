@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.torch_private import is_opaque, transforms_active
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.sharded import ops
-from fsdp_compose.sharded.advice import WHOLE_COPY
+from fsdp_compose.sharded.advice import INTO_SCOPE, WHOLE_COPY
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import is_sharded
 from fsdp_compose.sharded.writes import crc_of
 
-INTO_PLAIN = "it would write a slice into a plain tensor"
 PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
@@ -39,11 +38,18 @@ def check_cut(func: Any, other: ShardSpec, spec: ShardSpec) -> None:
         refuse(func, spec, how)
 
 
+def refuse_target(func: Any, target: Any, spec: ShardSpec) -> NoReturn:
+    """Raise D1 for a slice that would be written into ``target``, which is whole."""
+    if isinstance(target, nn.Parameter) and "full_tensor" in dir(target):
+        refuse(func, spec, "it would write a slice into a whole parameter", INTO_SCOPE)
+    refuse(func, spec, "it would write a slice into a plain tensor", WHOLE_COPY)
+
+
 def cut_operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:
     """Cut every plain operand as ``spec`` says; refuse what could mean several things."""
     target = kwargs.get("out", args[0] if func in ops.IN_PLACE and args else None)
     if target is not None and not is_sharded(target):
-        refuse(func, spec, INTO_PLAIN, WHOLE_COPY)
+        refuse_target(func, target, spec)
     if kwargs.get("memory_format") not in PLAIN_FORMATS:
         refuse(func, spec, "the slice has no memory format")
     cut = tuple(cut_operand(func, value, spec) for value in args)

@@ -350,11 +350,11 @@ class ShardedDTensor(Dispatched, _Sharded, DTensor):  # type: ignore[misc, overr
         return to_local(self)
 
 
-_CLASSES = frozenset((ShardedTensor, ShardedParameter, ShardedDTensor))
+SHARDED = frozenset((ShardedTensor, ShardedParameter, ShardedDTensor))
 
 
 def is_sharded(tensor: object) -> TypeGuard[ShardedTensor]:
-    return type(tensor) in _CLASSES
+    return type(tensor) in SHARDED
 
 
 def spec_of(tensor: Tensor) -> ShardSpec:
@@ -369,7 +369,7 @@ def tag(tensor: Any, spec: ShardSpec) -> Any:
     tensor._shard_spec = spec
     if type(tensor) is Tensor:
         tensor.__class__ = ShardedTensor
-    elif type(tensor) not in _CLASSES:
+    elif type(tensor) not in SHARDED:
         kind = ShardedDTensor if isinstance(tensor, DTensor) else ShardedParameter
         watch_reads(tensor, kind)
         tensor.__class__ = kind
@@ -391,7 +391,7 @@ def set_local(tensor: Any, local: Tensor) -> None:
 
 def is_sharded_parameter(tensor: object) -> bool:
     """Whether it is a sharded parameter, not a gradient or a state."""
-    return type(tensor) in _CLASSES and type(tensor) is not ShardedTensor
+    return type(tensor) in SHARDED and type(tensor) is not ShardedTensor
 
 
 def gather_part(tensor: Tensor) -> Tensor:
@@ -490,7 +490,7 @@ def first_spec(args: Iterable[Any], kwargs: Any) -> ShardSpec:
     pending = [*args, *(kwargs or {}).values()]
     while pending:
         value = pending.pop(0)
-        if type(value) in _CLASSES:
+        if type(value) in SHARDED:
             return value._shard_spec
         if isinstance(value, list | tuple):
             pending += value

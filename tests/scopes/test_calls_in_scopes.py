@@ -143,3 +143,23 @@ def test_gradient_norms_in_a_forward(kind: type) -> None:
         assert found == [outside] and dist.get_world_size() == 2
 
     simulate_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("scope", [fc.gathered, open_until_reshard])
+def test_a_slice_is_written_into_the_whole(scope: Any) -> None:
+    """The error says what is whole in the scope, and does not take it for an old copy."""
+
+    def ranks(rank: int) -> None:
+        model = trained(rank)
+        params = [p for p in model.parameters() if p.grad is not None]
+        with scope(model), torch.no_grad():
+            for write in (
+                lambda: params[0].add_(params[0].grad),
+                lambda: torch._foreach_add_(params, [p.grad for p in params]),
+            ):
+                with pytest.raises(
+                    fc.ShardedWeightError, match=r"whole parameter.*leave the scope"
+                ):
+                    write()
+
+    simulate_ranks(ranks)
