@@ -13,7 +13,7 @@ import fsdp_compose as fc
 from fsdp_compose.attach.entrances import ANSWERS
 from fsdp_compose.comm import small_reduce
 from fsdp_compose.core import forward, passes
-from fsdp_compose.core.guards import compared_records
+from fsdp_compose.core.guards import compared_records, parted_gradients
 from fsdp_compose.core.guards.kept_tensors import watch_forwards
 from fsdp_compose.optim import clip, slice_step, step_guard, step_plan
 from fsdp_compose.scopes import compile as compiling
@@ -225,6 +225,20 @@ def check_stepped_with_one_rate(rank: int) -> None:
         fc.state_dict(model)
 
 
+def check_parts_meet(rank: int) -> None:
+    """A hook gets the sum of what a forward and a penalty, before or after it, bring."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}))
+    weight: Any = model[1].weight
+    seen: list[Tensor] = []
+    weight.register_hook(lambda grad: seen.append(grad.full_tensor()))
+    early = weight.square().sum()
+    (square(model, data(0, rank)) + early).backward()
+    (square(model, data(0, rank)) + weight.square().sum()).backward()
+    assert len(seen) == 2
+    assert torch.allclose(*seen)
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
     "own gradients in scopes": (give_own, check_asked_in_scope),
@@ -265,6 +279,14 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     ),
     "gradients of a skipped step kept": (
         lambda: setattr(skippable._State, "restore", lambda self: None), check_skipped,
+    ),
+    "hooks run on the leaf's part alone": (
+        lambda: setattr(parted_gradients, "_is_under_way", lambda unit, bucket: False),
+        check_parts_meet,
+    ),
+    "hooks run on the unit's part alone": (
+        lambda: setattr(parted_gradients, "will_accumulate", lambda leaf: False),
+        check_parts_meet,
     ),
     "one rank skips alone": (
         lambda: setattr(skippable, "_agree", skip_alone), check_skipped,

@@ -11,13 +11,14 @@ from torch import nn
 from fsdp_compose.base.process import once
 from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict, detach_state_dict
 from fsdp_compose.core import hooks
+from fsdp_compose.core.guards import parted_gradients
 from fsdp_compose.core.guards.added_parameters import watch_registrations
 from fsdp_compose.core.guards.methods import attach_methods, detach_methods
 from fsdp_compose.optim import clip
 from fsdp_compose.optim.step_guard import guard_steps
 from fsdp_compose.scopes import chosen_gradients, unreduced
 from fsdp_compose.scopes.compile import detach_traced
-from fsdp_compose.sharded import Handler
+from fsdp_compose.sharded import Handler, run_gradient_hooks
 
 _plain: Any = torch.Tensor
 
@@ -27,11 +28,12 @@ ANSWERS: dict[Callable[..., Any], Handler] = {
     _plain.grad.__get__: unreduced.read_grad,
     _plain.grad.__set__: unreduced.write_grad,
     _plain.grad_dtype.__set__: unreduced.write_dtype,
+    run_gradient_hooks: parted_gradients.meet_unit,
     torch._foreach_norm: clip.take_norms,
     torch._foreach_mul_: clip.scale,
     torch.linalg.vector_norm: clip.take_norm,
 }
-"""Torch functions on sharded tensors that their unit answers, as ``ShardSpec.answers``."""
+"""Functions of torch, and one of our own, on sharded tensors that their unit answers."""
 
 
 def attach(module: nn.Module, methods: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.loops import exhaust
-from fsdp_compose.base.torch_private import graph_task_id, node_will_run, plain_apply, untraced
+from fsdp_compose.base.torch_private import graph_task_id, plain_apply, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.buckets.entries import copy_all_attributes
 from fsdp_compose.buckets.gather import gather_flat
@@ -47,6 +47,7 @@ from fsdp_compose.core.gathering import (
 )
 from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
+from fsdp_compose.core.guards.parted_gradients import brings_more
 from fsdp_compose.core.guards.slots import refuse_slots
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
@@ -185,16 +186,7 @@ def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
     """Whether this backward brings more gradients of the bucket, to be reduced with these."""
     if node is None or len(unit.engine.tasks) > 1:
         return True  # more may follow in a compiled graph, or in a backward inside another
-    users = unit, *bucket.users.borrowers
-    nodes = [node for user in users for node in user.graphs.nodes]
-    standing = [live for user in users if (live := user.links.standing) is not None]
-    nodes += [live.tensors[live.trained[0]].grad_fn for live in standing]
-    return any(map(_is_expected, nodes))
-
-
-def _is_expected(node: Any) -> bool:
-    """Whether this backward will still run ``node``."""
-    return node.received_in != graph_task_id() and node_will_run(node)
+    return brings_more(unit, bucket)
 
 
 def _reduce_now(

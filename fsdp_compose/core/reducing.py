@@ -34,6 +34,7 @@ from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
 from fsdp_compose.core.guards.added_gradients import note_added
 from fsdp_compose.core.guards.compared_reductions import note_reduction
 from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand_ins
+from fsdp_compose.core.guards.parted_gradients import meet_leaves
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
@@ -307,8 +308,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         grads = list(compress(grads, flags))
     with raw():
         if is_hooked:
-            pairs = zip(entries, grads, strict=True)
-            grads = [run_hooks_and_copy(e.spec.hooks, tag(grad, e.spec)) for e, grad in pairs]
+            entries, params, grads = meet_leaves(unit, entries, grads)
         were_there = add_gradients(params, grads)
     if were_there is not None:
         note_added(entries, were_there)

@@ -349,6 +349,7 @@ class Engine:
     tasks: dict[int, Task] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
     landing: list[Landing] = field(default_factory=list)
+    held: list[Entry] = field(default_factory=list)  # with hooks, see parted_gradients.py
     host_reads: Any = None  # the mark behind the last copy of a shard from the host
     retained: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # for their readers
     inspected: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # for kept_views.py

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compose.base.torch_private import enable_torch_function, raw, set_leaf_hooks
+from fsdp_compose.base.torch_private import (
+    enable_torch_function,
+    graph_task_id,
+    raw,
+    set_leaf_hooks,
+)
 from fsdp_compose.sharded.kept_grad import stop_keeping
-from fsdp_compose.sharded.spec import Hooks, ShardSpec
+from fsdp_compose.sharded.spec import Handler, Hooks, ShardSpec
 
 
 class DeferredHook:
@@ -54,7 +61,7 @@ def run_hooks_and_copy(hooks: Hooks, grad: Tensor) -> Tensor:
 def listen(param: Tensor, spec: ShardSpec) -> None:
     """Let autograd call a leaf's hooks for gradients that it accumulates or returns itself."""
     spec.residence.is_hooked = True
-    _watch_arrivals(param, spec.hooks)
+    _watch_arrivals(param, spec.hooks, spec.answers.get(run_gradient_hooks))
 
 
 def refuse_arrivals(param: Tensor, hooks: Hooks, refusal: Callable[[], str]) -> None:
@@ -63,13 +70,21 @@ def refuse_arrivals(param: Tensor, hooks: Hooks, refusal: Callable[[], str]) -> 
     _watch_arrivals(param, hooks)
 
 
-def _watch_arrivals(param: Tensor, hooks: Hooks) -> None:
+def _watch_arrivals(param: Tensor, hooks: Hooks, meet_unit: Handler | None = None) -> None:
+    """Have autograd tell of gradients that it accumulates, which may wait for the unit's part."""
+    leaf = weakref.ref(param)
+
     def on_arrival(grad: Tensor | None) -> Tensor | None:
-        hooks.is_arriving = grad is not None
+        hooks.is_arriving, hooks.arrived_in = grad is not None, graph_task_id()
         if grad is None or hooks.is_summed:
             return None
         if hooks.refusal is not None:
             raise RuntimeError(hooks.refusal())
+        if meet_unit is not None and leaf() is not None:
+            part, grad = grad, meet_unit(run_gradient_hooks, (leaf(), grad), {})
+            if grad is None:
+                hooks.is_arriving = False
+                return torch.zeros_like(part)
         return run_gradient_hooks(hooks, grad)
 
     stop_keeping(param)

@@ -115,6 +115,8 @@ class Hooks:
     accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     is_arriving: bool = False  # autograd accumulates a gradient itself, as the slice was used
     is_summed: bool = False  # ``autograd.grad`` runs them, on the sum of the gradients it finds
+    arrived_in: int = -1  # the autograd run that reached the leaf last
+    held: torch.Tensor | None = None  # a part of the gradient that waits for the other
     refusal: Callable[[], str] | None = None  # why autograd may accumulate no gradient itself
 
 

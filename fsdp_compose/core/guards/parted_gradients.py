@@ -1,0 +1,110 @@
+"""Gradients of which one backward brings two parts: hooks of a parameter get their sum, once.
+
+One part is the unit's, which the engine reduces and sets. Another comes to the leaf itself, and
+autograd accumulates it, where the loss reads the parameter outside of its unit's forward, as a
+penalty on weights does. Of a parameter with hooks the part that is there first is held until the
+other comes, or, if that never does, until the backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose.base.torch_private import graph_task_id, node_will_run, raw, will_accumulate
+from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.entries import find_entry
+from fsdp_compose.core.state import Engine, Unit, owner_of, unit_of
+from fsdp_compose.sharded import run_hooks_and_copy, tag
+
+
+def brings_more(unit: Unit, bucket: Bucket) -> bool:
+    """Whether the backward under way will bring gradients of the bucket from forwards."""
+    users = unit, *bucket.users.borrowers
+    nodes = [node for user in users for node in user.graphs.nodes]
+    standing = [live for user in users if (live := user.links.standing) is not None]
+    nodes += [live.tensors[live.trained[0]].grad_fn for live in standing]
+    return any(map(_is_expected, nodes))
+
+
+def _is_expected(node: Any) -> bool:
+    """Whether this backward will still run ``node``."""
+    return node.received_in != graph_task_id() and node_will_run(node)
+
+
+def meet_unit(func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+    """The gradient that hooks of a leaf are to get, where ``args`` are the leaf and its part of it.
+
+    None: the part waits for that of the unit. Handler of ``ShardSpec.answers``.
+    """
+    leaf, grad = args
+    entry = find_entry(leaf)
+    hooks, bucket = entry.spec.hooks, owner_of(entry)
+    unit = unit_of(bucket)
+    if hooks.held is not None:
+        with raw():
+            total = tag((hooks.held + grad).to(grad.dtype), entry.spec)
+        hooks.held = None
+        return total
+    if torch.is_grad_enabled() or not _is_under_way(unit, bucket):
+        return grad
+    _hold(unit.engine, entry, grad)
+    return None
+
+
+def _is_under_way(unit: Unit, bucket: Bucket) -> bool:
+    """Whether this backward brings a gradient from the unit's forward that was not set yet."""
+    engine = unit.engine
+    if not unit.switches.sync or len(engine.tasks) > 1:
+        return False
+    begun = [*engine.reductions, *(landing.reduction for landing in engine.landing)]
+    is_begun = bucket.arriving.packed or any(reduction.bucket is bucket for reduction in begun)
+    return bool(engine.tasks and is_begun) or brings_more(unit, bucket)
+
+
+def meet_leaves(
+    unit: Unit, entries: list[Entry], grads: Sequence[Tensor]
+) -> tuple[list[Entry], list[nn.Parameter], list[Tensor]]:
+    """Run hooks on reduced gradients, and on what is held beside them.
+
+    Returns what is to be added to ``.grad`` now, with entries and parameters: not what waits for a
+    part at its leaf.
+    """
+    task, may_wait = graph_task_id(), len(unit.engine.tasks) == 1 and not unit.post_reduce_hooks
+    now: list[Entry] = []
+    found: list[Tensor] = []
+    for entry, grad in zip(entries, grads, strict=True):
+        hooks = entry.spec.hooks
+        is_first = task != -1 and hooks.arrived_in != task and (hooks.gradient or hooks.accumulated)
+        if may_wait and is_first and will_accumulate(entry.param):
+            _hold(unit.engine, entry, grad.clone())  # optimizers may have its memory
+            continue
+        held, hooks.held = hooks.held, None
+        total = grad if held is None else (grad + held).to(grad.dtype)
+        now.append(entry)
+        found.append(run_hooks_and_copy(hooks, tag(total, entry.spec)))
+    return now, [entry.param for entry in now], found
+
+
+def _hold(engine: Engine, entry: Entry, grad: Tensor) -> None:
+    entry.spec.hooks.held = grad
+    engine.held.append(entry)
+
+
+def take_held(engine: Engine) -> dict[Entry, Tensor]:
+    """Parts whose other part did not come, as the outermost backward ends."""
+    if engine.tasks:
+        return {}
+    held = {entry: entry.spec.hooks.held for entry in engine.held}
+    forget_held(engine)
+    return {entry: grad for entry, grad in held.items() if grad is not None}
+
+
+def forget_held(engine: Engine) -> None:
+    """Drop what a backward that failed has held."""
+    for entry in engine.held:
+        entry.spec.hooks.held = None
+    engine.held.clear()
