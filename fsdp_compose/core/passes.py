@@ -65,7 +65,7 @@ def running_task(unit: Unit) -> Task:
     if task is not None:
         return task
     outermost = not engine.tasks
-    task = engine.tasks[task_id] = Task(task_id, graph_is_kept())
+    task = Task(task_id, graph_is_kept())
     engine_ref = weakref.ref(engine)
 
     @untraced
@@ -80,6 +80,7 @@ def running_task(unit: Unit) -> Task:
             show_leaves(owner.tasks[task_id])
 
     task.callback = weakref.ref(callback, failed)
+    engine.tasks[task_id] = task  # alive, as a second model's thread may look now
     on_backward_end(callback)
     if outermost:
         engine.schedule.drop_prefetched()

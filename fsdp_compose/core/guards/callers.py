@@ -35,9 +35,25 @@ _TRACED = (
 )
 
 
+_THREADS = (
+    "Two threads would mix up the order in which ranks gather and reduce. Call the sharded models "
+    "of one device from one thread at a time, for example under a lock that is held from a forward "
+    "to the end of its backward."
+)
+
+
 def is_foreign(engine: Engine) -> bool:
     """In another thread: whether a forward is under way; a backward has threads of its own."""
     return bool(engine.schedule.active) and graph_task_id() == -1
+
+
+def _refuse_beside_backward(engine: Engine, unit: Unit) -> None:
+    """Raise where another thread runs a backward. A device's may be over, and be seen a while."""
+    if engine.streams.gather is None and any(task.alive for task in engine.tasks.values()):
+        raise RuntimeError(
+            f"unit {unit.name!r}: forward was called in a second thread while a backward runs in "
+            f"another. {_THREADS}"
+        )
 
 
 def check_caller(unit: Unit) -> None:
@@ -50,14 +66,14 @@ def check_caller(unit: Unit) -> None:
     engine = unit.engine
     if not engine.schedule.active:
         if graph_task_id() == -1:  # else a device's thread may recompute it
+            if engine.tasks and engine.thread != get_ident():
+                _refuse_beside_backward(engine, unit)
             engine.thread = get_ident()
     elif engine.thread != get_ident() and is_foreign(engine):
         if is_in_call(sys._current_frames().get(engine.thread)):
             raise RuntimeError(
                 f"unit {unit.name!r}: forward was called in a second thread while the forward of "
-                f"unit {engine.schedule.active[0].name!r} runs in another. Two threads would mix "
-                "up the order in which ranks gather. Call the sharded models of one device from "
-                "one thread at a time, for example under a lock."
+                f"unit {engine.schedule.active[0].name!r} runs in another. {_THREADS}"
             )
         recover(engine)  # an interrupt ended that thread's forward without running its hooks
         engine.thread = get_ident()

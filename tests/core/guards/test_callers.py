@@ -56,6 +56,42 @@ def test_a_second_thread_is_refused() -> None:
     run_ranks(check, 2)
 
 
+def test_a_forward_beside_a_backward_is_refused() -> None:
+    """Of another model too; the backward in the first thread goes on to the right gradients."""
+
+    def check(rank: int) -> None:
+        model, other = by_block(seeded(Tower)), by_block(seeded(Tower))
+        square(model, data(0, rank)).backward()
+        wanted = [param.grad.full_tensor() for param in model.parameters()]
+        model.zero_grad()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                other(data(1, rank))
+            except BaseException as error:
+                errors.append(error)
+
+        def interrupt(grad: Tensor) -> None:
+            thread = threading.Thread(target=run)
+            thread.start(), thread.join()
+
+        x = data(0, rank).requires_grad_()
+        middle = model.blocks[1].up.register_forward_hook(
+            lambda module, args, output: output.register_hook(interrupt) and None
+        )
+        loss = square(model, x)
+        middle.remove()
+        loss.backward()
+        assert "while a backward runs in another" in str(errors[0])
+        for param, grad in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(param.grad.full_tensor(), grad)
+        interrupt(x)
+        assert len(errors) == 1  # one after the other is fine
+
+    run_ranks(check, 2)
+
+
 class Samples(Dataset[Tensor]):
     """A data set that uses a sharded model in the worker."""
 
