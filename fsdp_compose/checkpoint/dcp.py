@@ -252,7 +252,8 @@ def load_checkpoint(
     Args:
         path: the folder; each rank may have a copy of its own.
         optim: one optimizer or several; None leaves optimizer state alone.
-        strict: raise for names that the checkpoint lacks or the module does not have.
+        strict: raise for names that the checkpoint lacks or the module does not have; those of
+            optimizer state must fit anyway.
         verify_files: read every file once more and compare checksums, each rank a share.
         process_group, timeout: as for ``save_checkpoint``.
 
