@@ -72,6 +72,7 @@ _control: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any
     weakref.WeakKeyDictionary()
 )
 """By the default group, which ends with its process group: gloo over some ranks, for messages."""
+_GIVEN_UP = -1  # in front of its ranks: a group over which nothing more is sent
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = (
     weakref.WeakKeyDictionary()
 )
@@ -168,7 +169,10 @@ def attend_call(group: Group) -> Iterator[None]:
             yield
     except BaseException as error:
         if group.size > 1 and not messages.is_on_all_ranks(error):
-            _control.get(_world(), {}).pop(group.ranks, None)
+            known = _control.get(_world(), {})
+            if group.ranks in known:  # it stays open: others may not have read yet what went wrong
+                given_up = (_GIVEN_UP, *group.ranks)
+                known[given_up] = known.pop(group.ranks)
         raise
 
 
