@@ -153,6 +153,12 @@ COPIED = (
     "fsdp_compose.gathered(module):`, where copies of parts are plain. "
     f"{_COPIES}"
 )
+HOOKED = (
+    "A hook on a unit's own module finds its parameters gathered where it was registered before "
+    "fully_shard; after that, with module.register_forward_hook(fn, prepend=True), and with "
+    "module.register_forward_pre_hook(fn) without prepend. Or gather them in the hook: `with "
+    f"fsdp_compose.gathered(module):`. {_COPIES}"
+)
 _IS_SUM = re.compile(r"prodigy|d_?adapt|dog\b", re.IGNORECASE)
 _IS_VECTOR = re.compile(r"lbfgs", re.IGNORECASE)
 
@@ -191,10 +197,15 @@ def _in_method(module: nn.Module, method: str, unit: str) -> str:
     """What to call instead in a method of ``module`` that is not its forward."""
     kind = type(module).__name__
     given = f"methods=('forward', {method!r})"
-    state = module.__dict__.get(STATE_KEY)
-    if state is not None and state.unit.name == unit:
+    if _heads(module, unit):
         text = f"{kind}.{method} gathers it if you name that method: fully_shard(module, {given}"
         return f"{text}, ...). Or gather it with `with fsdp_compose.gathered(module):`. {_COPIES}"
+    if STATE_KEY in module.__dict__:
+        return (
+            f"{kind}.{method} runs outside of that unit, whose forward alone gathers it: call that "
+            "unit's module, or gather it with `with fsdp_compose.gathered(part):`, where part is "
+            f"the module that has it. {_COPIES}"
+        )
     return (
         f"{kind}.{method} gathers it if that {kind} is a unit of its own: fully_shard(part, "
         f"{given}) before the module around it, or in units=. Or gather it with "
@@ -229,7 +240,7 @@ _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 
 def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> str:
     """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
-    in_forward = False
+    in_forward, inner = False, None
     for frame in _callers():
         module = str(frame.f_globals.get("__name__", ""))
         found = (
@@ -252,6 +263,11 @@ def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> 
             in_forward = True  # an optimizer's closure may have called it
         if is_copy:
             continue
+        if isinstance(owner, nn.Module) and name == "_call_impl":
+            if inner is not owner and _heads(owner, unit):
+                return HOOKED
+        elif isinstance(owner, nn.Module):
+            inner = owner
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             return _in_method(owner, name, unit)
     if func in MEMORY:
@@ -259,6 +275,12 @@ def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> 
     if is_copy:
         return COPIED
     return f"{EDGE} {ANY}" if func in _EDGES else ANY
+
+
+def _heads(module: nn.Module, unit: str) -> bool:
+    """Whether ``module`` is one of the unit's own."""
+    state = module.__dict__.get(STATE_KEY)
+    return state is not None and bool(state.unit.name == unit)
 
 
 def is_called_by(function: Callable[..., Any]) -> bool:

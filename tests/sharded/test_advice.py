@@ -56,6 +56,9 @@ class Model(nn.Module):
         self.scorer = Scorer()
         self.head = nn.Linear(WIDTH, WIDTH)
 
+    def weigh(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.head.weight)
+
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
         return next(self.head(x) for _ in range(1))
@@ -134,6 +137,45 @@ def test_in_a_method_that_method_is_named() -> None:
         fc.fully_shard(model.scorer, methods=("forward", "score"))
         fc.fully_shard(model, methods=("forward", "encode"))
         assert model.scorer.score(x).ndim == 0 and model.encode(x).shape == x.shape
+
+    run_ranks(ranks, 2)
+
+
+def test_a_method_of_a_unit_around() -> None:
+    """``methods=`` of a unit gathers that unit alone: it is not told to name the method again."""
+
+    def ranks(rank: int) -> None:
+        x, model = data(0, rank), seeded(Model)
+        fc.fully_shard(model.head)
+        fc.fully_shard(model, methods=("forward", "weigh"))
+        text = refusal(lambda: model.weigh(x))
+        says(text, "Model.weigh runs outside of that unit", "fsdp_compose.gathered(part)")
+        assert "methods=" not in text
+        with fc.gathered(model.head):
+            assert model.weigh(x).shape == x.shape
+
+    run_ranks(ranks, 2)
+
+
+def test_a_hook_on_a_unit_is_told_prepend() -> None:
+    """One that was registered after sharding runs when the unit is released, as LoRA's may."""
+
+    def read(module: nn.Module, args: Any, output: Any = None) -> None:
+        assert nn.functional.linear(args[0], module.weight).shape == args[0].shape
+
+    def ranks(rank: int) -> None:
+        x, model = data(0, rank), seeded(Model)
+        fc.fully_shard(model.head)
+        fc.fully_shard(model)
+        for register, wrong in (
+            (model.head.register_forward_hook, False),
+            (model.head.register_forward_pre_hook, True),
+        ):
+            handle = register(read, prepend=wrong)
+            says(refusal(lambda: model(x)), "register_forward_hook(fn, prepend=True)")
+            handle.remove()
+            register(read, prepend=not wrong)
+            square(model, x).backward()
 
     run_ranks(ranks, 2)
 
