@@ -42,14 +42,6 @@ def _stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_running(function: Any, frame: FrameType | None) -> bool:
-    """Whether a call of ``function`` is on the stack that ends with ``frame``."""
-    code = function.__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
 def clipping_under_way() -> str:
     """What ``torch.nn.utils.clip_grad_norm_`` on this thread's stack clips to; empty without it."""
     for frame in _stack():
@@ -70,7 +62,7 @@ def tensors_of_total_norm() -> list[Any] | None:
 
 def in_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` is on this thread's stack."""
-    return _is_running(stateless._functional_call, sys._getframe())
+    return any(frame.f_code is stateless._functional_call.__code__ for frame in _stack())
 
 
 def load_under_way() -> dict[str, Any]:
@@ -83,8 +75,13 @@ def load_under_way() -> dict[str, Any]:
 
 
 def is_in_call(frame: FrameType | None) -> bool:
-    """Whether a module's call is on the stack that ends with ``frame``."""
-    return _is_running(torch.nn.Module._call_impl, frame)
+    """Whether a call of a module, or of a method that gathers, is on the stack of ``frame``."""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if "_call_impl" in name or name == "call_as_forward":  # also where dynamo resumes it
+            return True
+        frame = frame.f_back
+    return False
 
 
 _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
@@ -196,7 +193,7 @@ def is_called_by_dtensor() -> bool:
 
 def is_converted_by_module() -> bool:
     """Whether ``Module._apply`` (``to``, ``float``, ``to_empty``) is on this thread's stack."""
-    return _is_running(torch.nn.Module._apply, sys._getframe())
+    return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in _stack())
 
 
 def is_asked_by_state_walk() -> bool:

@@ -22,6 +22,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
+from fsdp_compose.core.guards.callers import count_calls
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.compared_steps import Settings
 from fsdp_compose.core.guards.interrupts import check_uninterrupted
@@ -231,6 +232,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for engine in here.engines.values():
         if engine.schedule.active:
             check_uninterrupted(engine, caller)
+            _refuse_inside(engine, optimizer, caller)
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
             continue
@@ -245,6 +247,28 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     check_unaveraged(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)
+
+
+def _refuse_inside(engine: Engine, optimizer: torch.optim.Optimizer, caller: str) -> None:
+    """Raise where the rest of a forward that is running would compute with the weights from before.
+
+    Raises:
+        RuntimeError: naming a parameter of its unit.
+    """
+    running = [u for u in engine.schedule.active if u.run.calls and count_calls(u.links.heads)]
+    held = {bucket: unit for unit in running for bucket in unit.gathered if not bucket.in_place}
+    for param in [param for group in optimizer.param_groups for param in group["params"]]:
+        bucket = _find_bucket(param) if held else None
+        with raw():
+            is_stepped = get_grad(param) is not None
+        if is_stepped and bucket in held:
+            spec = (entry_of(param) or bucket.entries[0]).spec
+            raise RuntimeError(
+                f"{caller} was called inside the forward of unit {held[bucket].name!r} (or one of "
+                f"methods=), where its parameters, such as {spec.fqn!r}, are gathered: what that "
+                "computes next would use the weights from before the step. Step after the "
+                "forward, or let a module around the units, which is none itself, run both."
+            )
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer, caller: str) -> None:

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
-from fsdp_compose import fully_shard, wrap
+from fsdp_compose import apply, fully_shard, refresh, undo, wrap
 
 from harness import simulate_ranks
 from models import (
@@ -172,6 +172,72 @@ def test_a_step_after_an_interrupt() -> None:
         square(model, data(1, rank)).backward()
         optim.zero_grad()
         assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("call", [undo, refresh, partial(apply, fn=lambda module: None)], ids=str)
+@pytest.mark.parametrize("cleared", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of clearing
+def test_a_call_between_passes(call: Any, cleared: bool) -> None:
+    """A forward was said to run still; where clearing did not reach gradients, it says so once."""
+
+    def ranks(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower))
+        square(model, data(1, rank)).backward()
+        outer: Any = model
+        if cleared:
+            model.zero_grad()
+        outer.stops = 1
+        handle = model.head.register_forward_pre_hook(partial(stop, model))
+        with pytest.raises(KeyboardInterrupt):
+            model(data(0, rank))
+        handle.remove()
+        if not cleared:
+            model.zero_grad()  # which finds gathered tensors
+            with pytest.raises(RuntimeError, match="the forward before this one was interrupted"):
+                call(model)
+            model.zero_grad()
+        call(model)
+        for module in (plain, model):
+            square(module, data(0, 0)).backward()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found.grad), wanted.grad)
+
+    simulate_ranks(ranks)
+
+
+def test_a_step_on_what_a_forward_reads() -> None:
+    """The rest of the forward computed with the weights from before the step, without a word."""
+
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, optim: Any = None) -> Tensor:
+            return self.fit(x, optim) if optim else self.inner(x)
+
+        def fit(self, x: Tensor, optim: Any) -> Tensor:
+            for _ in range(2):
+                optim.zero_grad()
+                self.inner(x).square().sum().backward()
+                optim.step()
+            return self.inner(x).detach()
+
+    def ranks(rank: int) -> None:
+        plain, x = seeded(Stepping), data(0, 0)
+        results = plain(x, sgd(plain.parameters()))
+        model = seeded(Stepping)
+        fully_shard(model, methods=("forward", "fit"))
+        optim = sgd(model.parameters())
+        for call in (model, model.fit):
+            with pytest.raises(RuntimeError, match="inside the forward of unit 'Stepping'"):
+                call(x, optim)
+            assert_at_rest(model)
+        outside = seeded(Stepping)
+        fully_shard(outside.inner)  # and the module that runs both is no unit
+        assert_close(outside(x, sgd(outside.parameters())), results)
 
     simulate_ranks(ranks)
 

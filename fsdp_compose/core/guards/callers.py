@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from threading import get_ident
 from types import FrameType
 from typing import Any, NoReturn
@@ -91,17 +92,22 @@ def check_caller(unit: Unit) -> None:
         )
 
 
-def is_running(unit: Unit, module: nn.Module) -> bool:
-    """Whether a call of the unit besides the present one, of ``module``, is on this stack."""
+def count_calls(heads: Collection[int]) -> int:
+    """How many calls of the modules with these ids are on this thread's stack."""
     frame: FrameType | None = sys._getframe()
-    heads, calls = unit.links.heads | {id(module)}, 0  # it may be a shallow copy
+    calls = 0
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
             calls += id(frame.f_locals.get("self")) in heads
         elif frame.f_code.co_name == "call_as_forward":
             calls += id(frame.f_locals.get("module")) in heads
         frame = frame.f_back
-    return calls > 1
+    return calls
+
+
+def is_running(unit: Unit, module: nn.Module) -> bool:
+    """Whether a call of the unit besides the present one, of ``module``, is on this stack."""
+    return count_calls(unit.links.heads | {id(module)}) > 1  # it may be a shallow copy
 
 
 class _OutOfReach:
