@@ -40,7 +40,6 @@ Files, each importing only from those above it:
     guards/plain_gradients      gradients that an optimizer over plain parameters cleared
     guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
     passes                      begins and ends a forward or backward pass
-    guards/failed_steps         what a failed step left is cleared before it is taken for more
     guards/frozen_units         where the backward of a unit that trains nothing ends
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/standing_views       parameters of forwards under no_grad that turn gradients on inside
@@ -57,6 +56,7 @@ Files, each importing only from those above it:
     guards/order_changes        says when the order of units changed
     guards/partly_run           units of whose modules a forward left some out
     guards/interrupts           units whose forward was interrupted, and their gradients
+    guards/failed_steps         what a failed step left is cleared before it is taken for more
     forward                     a unit's normal forward
     guards/cast_buffers         buffers follow the precision of a forward
     guards/other_forwards       forwards in scopes, functional, transformed, stored precision

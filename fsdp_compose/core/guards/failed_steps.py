@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fsdp_compose.core.guards.interrupts import clear_interrupted
 from fsdp_compose.core.passes import clear_failed_step
 from fsdp_compose.core.state import Unit
 
 
 def clear_failed_steps(units: Iterable[Unit]) -> None:
-    """Clear what steps that failed left in the engines of ``units``.
+    """Clear what steps that failed, or were interrupted, left in the engines of ``units``.
 
     Whoever gathers or releases units between passes, or reads or reduces gradients that wait, calls
     this first: where one rank failed alone, its units are in other phases than those of the others.
@@ -18,3 +19,4 @@ def clear_failed_steps(units: Iterable[Unit]) -> None:
     """
     for engine in dict.fromkeys(unit.engine for unit in units):
         clear_failed_step(engine)
+        clear_interrupted(engine)

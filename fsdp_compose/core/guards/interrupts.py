@@ -88,6 +88,23 @@ def check_uninterrupted(engine: Engine, caller: str) -> None:
         raise RuntimeError(f"{caller}: {uncleared}")
 
 
+def clear_interrupted(engine: Engine) -> None:
+    """Between passes: clear up after a forward that was interrupted, as the next one would.
+
+    Raises:
+        RuntimeError: parameters have gradients, which clearing did not reach; said once.
+    """
+    if not engine.schedule.active or engine.thread != get_ident() or graph_task_id() != -1:
+        return
+    if is_in_call(sys._getframe()):
+        return  # a forward is running
+    uncleared = find_uncleared(engine)
+    with outside_transforms():
+        recover(engine)
+    if uncleared is not None:
+        raise RuntimeError(uncleared)
+
+
 def find_uncleared(engine: Engine) -> str | None:
     """The error text where parameters that modules did not hold have gradients; said once."""
     shown = [entry for unit in engine.units if unit.run.showing for entry in unit.entries]
