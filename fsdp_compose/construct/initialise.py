@@ -133,6 +133,11 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
                 if wanted and (id(tensor) in own or not isinstance(tensor, nn.Parameter)):
                     fresh.setdefault(id(tensor), tensor)
                     makers.setdefault(id(tensor), submodule)
+    for item in (found for bucket in plan.buckets for found in bucket.found):
+        if item.param.is_meta and id(item.param) not in fresh:  # ``refresh`` finds it in a module
+            fresh[id(item.param)] = item.param  # that the unit had, whose weights are kept
+            if init_fn is not None and (module := item.slots[0].module()) is not None:
+                makers[id(item.param)] = module
     for tensor in fresh.values():
         allocate(tensor, plan.options.device)
     marks = {key: Mark(part_of(tensor)) for key, tensor in fresh.items()}

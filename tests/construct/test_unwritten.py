@@ -243,3 +243,44 @@ def test_what_was_taken_out_is_not_waited_for(what: str) -> None:
         assert model(torch.ones(4)).tolist() == [2.0] * 4
 
     simulate_ranks(ranks, 2)
+
+
+def test_a_meta_parameter_of_a_module_that_stays() -> None:
+    """``refresh`` left the unit half changed; its other weights are not initialised again."""
+
+    class Shifted(Block):
+        shift: nn.Parameter | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("shift", None)
+
+        def reset_parameters(self) -> None:
+            for layer in self.children():
+                if isinstance(layer, nn.Linear):
+                    layer.reset_parameters()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(x)
+            return out if self.shift is None else out * self.shift
+
+    def fill(module: nn.Module) -> None:
+        shift = getattr(module, "shift", None)
+        if shift is not None:
+            nn.init.constant_(shift, 2.0)
+
+    def ranks(rank: int) -> None:
+        for init in (None, fill):
+            model, x = fully_shard(seeded(Shifted)), data(0, rank)
+            wanted, before = model(x).mul(2).detach(), fc.state_dict(model)
+            model.shift = nn.Parameter(torch.empty(x.shape[-1], dtype=x.dtype, device="meta"))
+            fc.refresh(model, param_init_fn=init)
+            if init is None:
+                with pytest.raises(RuntimeError, match="parameter 'shift' came from the meta"):
+                    model(x)
+                fc.load_state_dict(model, {**before, "shift": torch.full_like(x[0], 2.0)})
+            model(x).sum().backward()
+            torch.testing.assert_close(model(x).detach(), wanted)
+            assert model.shift.grad is not None
+
+    simulate_ranks(ranks)
