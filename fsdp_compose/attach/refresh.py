@@ -7,7 +7,8 @@ given back whole and plain, and its place in the bucket stays, as padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from fsdp_compose.buckets.entries import find_entry, give_slice, rename_entry
 from fsdp_compose.buckets.gradients import any_waits
 from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.construct.choose_buckets import plan_buckets
+from fsdp_compose.construct.choose_units import check_dense
 from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
 from fsdp_compose.construct.initialise import InitFn
 from fsdp_compose.construct.names import clean_name
@@ -93,6 +95,29 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         >>> isinstance(model[1].weight, ShardedParameter)
         True
     """
+    with _named():
+        _refresh(module, init, param_init_fn)
+    return module
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Scope in which what is said of ``fully_shard``, which plans alike, is said of ``refresh``."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        before, is_said, text = str(error).partition("fully_shard: ")
+        if before or not is_said:
+            raise
+        if "ignored=" in text or "mp_policy=" in text:
+            text += f" For an argument that refresh lacks, {_AGAIN}."
+        raise type(error)(f"refresh: {text}") from error.__cause__
+
+
+_AGAIN = "call fsdp_compose.undo(module), then fully_shard(module, ...) with it"
+
+
+def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None) -> None:
     units = require_units(module, "refresh")
     clear_failed_steps(units)
     settle_plain_gradients(units)
@@ -139,7 +164,6 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         remember(unit)
     choose_buffers_again(units)
     _leave_for_loading(metas, module)
-    return module
 
 
 def _leave_for_loading(metas: dict[MeshLike | None, MetaValues], module: nn.Module) -> None:
@@ -220,6 +244,7 @@ def _find_change(
             fresh.append((prefix, submodule))
         for key, param in parameter_slots(submodule).items():
             if isinstance(param, nn.Parameter) and not is_ignored(unit, param):
+                check_dense(plan, prefix, submodule)
                 item = found.setdefault(id(param), Found(param))
                 item.names.append(clean_name(f"{prefix}.{key}" if prefix else key))
                 item.slots.append(Slot.of(submodule, key))

@@ -148,8 +148,8 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
         )
     if nn.parameter.is_lazy(param):
         raise ValueError(
-            f"{where} is an {kind.__name__}, which has no shape yet; run one forward of the model "
-            "before fully_shard, so that its lazy modules are initialised."
+            f"{where} is an {kind.__name__}, which has no shape yet; run one forward of its module "
+            "before it is sharded, which initialises it."
         )
     if steps_in_backward(param):
         raise ValueError(

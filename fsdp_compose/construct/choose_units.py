@@ -400,7 +400,7 @@ def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
             for key, param in parameter_slots(submodule).items():
                 if param is None or id(param) in plan.ignored.params:
                     continue
-                _check_dense(plan, name, submodule)
+                check_dense(plan, name, submodule)
                 item = found.setdefault(id(param), Found(param))
                 item.names.append(prefix + clean(f"{name}.{key}" if name else key))
                 item.slots.append(Slot.of(submodule, key))
@@ -422,7 +422,7 @@ def _check_plain(plan: UnitPlan, name: str, module: nn.Module) -> None:
         )
 
 
-def _check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
+def check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
     """Raise for sparse gradients, which have no place in the flat buffer that is reduced."""
     kinds = nn.Embedding, nn.EmbeddingBag
     if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:

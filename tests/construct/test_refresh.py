@@ -535,3 +535,28 @@ def test_an_initialiser_fails_for_one_ranks_expert() -> None:
             model(torch.ones(2, 4))
 
     run_ranks(ranks, 2)
+
+
+def test_what_refresh_refuses_names_refresh() -> None:
+    """Not ``fully_shard``, also on ranks that hear of it; sparse gradients are refused here too."""
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(Tower))
+        outer: Any = model
+        added: list[tuple[nn.Parameter | nn.Module, str]] = [
+            (nn.Parameter(torch.full((2,), float(rank))), "^refresh: parameter 'more' .* differs"),
+            (nn.Parameter(torch.ones(2 + rank)), "^refresh: rank 1 shards other"),
+            (nn.Embedding(3, 2, sparse=True), r"^refresh: .*sparse=True.*undo\("),
+        ]
+        for one, text in added:
+            outer.more = one
+            with pytest.raises(ValueError, match=text):
+                refresh(model)
+            del outer.more
+        outer.more = nn.Embedding(3, 2, sparse=rank == 1)
+        with pytest.raises(ValueError, match=r"^refresh: .*sparse=True.*undo\("):
+            refresh(model)
+        del outer.more
+        square(refresh(model), data(0, rank)).backward()
+
+    simulate_ranks(ranks)
