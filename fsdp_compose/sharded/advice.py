@@ -6,6 +6,7 @@ frame that a table or a rule knows decides.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -43,8 +44,9 @@ _COPIES = (
     "rank's 1-D slice."
 )
 ANY = (
-    "Gather it for a while: `with fsdp_compose.gathered(module):`; if a method other than forward "
-    f"uses it, name the method: `fully_shard(module, methods=('forward', ...))`. {_COPIES}"
+    "Gather it for a while: `with fsdp_compose.gathered(module):` (with_grads=True for gradients "
+    "too); if a method other than forward uses it, name the method: `fully_shard(module, "
+    f"methods=('forward', ...))`. {_COPIES}"
 )
 SAVING = (
     "To save the whole, call on every rank fsdp_compose.save_full(module, path) (safetensors), "
@@ -159,6 +161,12 @@ HOOKED = (
     "module.register_forward_pre_hook(fn) without prepend. Or gather them in the hook: `with "
     f"fsdp_compose.gathered(module):`. {_COPIES}"
 )
+GENERATOR = (
+    "A generator or coroutine runs after the call that made it, so methods= cannot gather for it: "
+    "inside it, gather with `with fsdp_compose.gathered(module):`, and again after an optimizer's "
+    f"step. {_COPIES}"
+)
+_LAZY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _IS_SUM = re.compile(r"prodigy|d_?adapt|dog\b", re.IGNORECASE)
 _IS_VECTOR = re.compile(r"lbfgs", re.IGNORECASE)
 
@@ -269,7 +277,7 @@ def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> 
         elif isinstance(owner, nn.Module):
             inner = owner
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
-            return _in_method(owner, name, unit)
+            return GENERATOR if frame.f_code.co_flags & _LAZY else _in_method(owner, name, unit)
     if func in MEMORY:
         return RAW
     if is_copy:

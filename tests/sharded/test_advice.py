@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -153,6 +154,24 @@ def test_a_method_of_a_unit_around() -> None:
         assert "methods=" not in text
         with fc.gathered(model.head):
             assert model.weigh(x).shape == x.shape
+
+    run_ranks(ranks, 2)
+
+
+def test_a_generator_is_not_told_methods() -> None:
+    """``methods=`` refuses it: its body runs after the unit was released."""
+
+    class Steps(Model):
+        def generate(self, x: Tensor, whole: bool) -> Iterator[Tensor]:
+            with fc.gathered(self) if whole else contextlib.nullcontext():
+                yield self.weigh(x) if whole else nn.functional.linear(x, self.head.weight)
+
+    def ranks(rank: int) -> None:
+        x, model = data(0, rank), fc.fully_shard(seeded(Steps))
+        text = refusal(lambda: list(model.generate(x, False)))
+        says(text, "A generator or coroutine", "fsdp_compose.gathered(module)")
+        assert "('forward'" not in text
+        assert len(list(model.generate(x, True))) == 1
 
     run_ranks(ranks, 2)
 

@@ -326,7 +326,7 @@ def _guard(value: Any, bucket: Bucket) -> Tensor:
         f"a tensor of shape {tuple(value.shape)} that was kept from a forward is a view of "
         f"parameter {entry.spec.fqn!r} of unit {entry.spec.unit!r}, whose gathered weights were "
         "released since. Keep a copy of it (.clone()), read the parameter again inside forward, or "
-        "read both inside `with fsdp_compose.gathered(module):`."
+        "run the forward, and read what it kept, in one `with fsdp_compose.gathered(module):`."
     )
     if isinstance(value, DTensor):
         value.__class__ = KeptDTensor

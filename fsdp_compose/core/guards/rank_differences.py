@@ -39,7 +39,8 @@ _CHANGING = (
 _ALONE = (
     "Call what all ranks take part in (full_tensor, state dicts, saves, loads, fully_shard, "
     "gathered, p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors, "
-    "with the same arguments and in the same order, also where only rank 0 uses the result."
+    "with the same arguments and in the same order, also where only rank 0 uses the result; and in "
+    "the thread that trains, since ranks call what other threads do in orders of their own."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
@@ -235,7 +236,8 @@ def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
         "the same units in the same order: choose the branch alike on every rank, or let ranks "
-        "that skip a unit call fsdp_compose.participate(module) on it."
+        "that skip a unit call fsdp_compose.participate(module) on it. Use the model, and gather "
+        "its parameters, in one thread, as two run in another order on each rank."
     )
 
 
