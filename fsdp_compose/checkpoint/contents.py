@@ -19,6 +19,7 @@ from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.checkpoint.values import gather_whole
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replaced_parameters import check_place
 from fsdp_compose.core.guards.units import units_holding
@@ -140,8 +141,9 @@ def require_released(what: str, module: nn.Module) -> None:
         what: the function that was called.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: it does; or a forward was interrupted, see ``clear_failed_steps``.
     """
+    clear_failed_steps(units_holding(module))
     if gathered_leaves(module):
         raise RuntimeError(
             f"{what}: {type(module).__name__} is gathered now; leave the scope or the forward "

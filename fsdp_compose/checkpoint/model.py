@@ -231,6 +231,7 @@ def load_state_dict(
     check_module("load_state_dict", module)
     check_flag("load_state_dict", "strict", strict)
     check_flag("load_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
+    require_released("load_state_dict", module)
     contents = contents_to_load(module)
     groups = meet_in("load_state_dict", module)
     if broadcast_from_rank0:
@@ -238,7 +239,6 @@ def load_state_dict(
         state_dict = broadcast_state(
             "load_state_dict", state_dict, groups, contents.values.get, device_of(module)
         )
-    require_released("load_state_dict", module)
     versions = getattr(state_dict, "_metadata", None)
     custom = changes_keys_on_load(module)
     matched = match(module, contents.values, state_dict, strict and not custom, versions)

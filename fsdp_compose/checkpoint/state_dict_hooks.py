@@ -46,6 +46,7 @@ from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.compared_records import compare_records, forget_records
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.replaced_parameters import check_place, replaced
 from fsdp_compose.core.guards.units import get_state, require_units
@@ -283,6 +284,7 @@ def before_load(
     _raw_shards.pop(module, None)  # of a load that failed
     if are_our_hooks_off():
         return
+    clear_failed_steps(iter_units(module))
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
     current = slots_to_load(module)
     if not any(is_sharded(value) for value in current.values()):

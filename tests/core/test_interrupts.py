@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
-from fsdp_compose import apply, fully_shard, refresh, undo, wrap
+from fsdp_compose import apply, fully_shard, load_state_dict, refresh, undo, wrap
 
 from harness import simulate_ranks
 from models import (
@@ -202,6 +202,32 @@ def test_a_call_between_passes(call: Any, cleared: bool) -> None:
         for module in (plain, model):
             square(module, data(0, 0)).backward()
         for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found.grad), wanted.grad)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    "call", [load_state_dict, nn.Module.load_state_dict], ids=["ours", "torch"]
+)
+def test_loading_after_an_interrupt(call: Any) -> None:
+    """The model was said to be gathered, or the loaded weights to be written by a forward."""
+
+    def ranks(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower, 1))
+        square(model, data(1, rank))
+        outer: Any = model
+        outer.stops = 1
+        handle = model.head.register_forward_pre_hook(partial(stop, model))
+        with pytest.raises(KeyboardInterrupt):
+            model(data(0, rank))
+        handle.remove()
+        call(model, plain.state_dict())
+        assert_at_rest(model)
+        for module in (plain, model):
+            square(module, data(0, 0)).backward()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found), wanted)
             assert_close(whole(found.grad), wanted.grad)
 
     simulate_ranks(ranks)
