@@ -32,7 +32,6 @@ from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import bind
 from fsdp_compose.buckets.entries import find_entry, give_slice, rename_entry
-from fsdp_compose.buckets.gradients import any_waits
 from fsdp_compose.comm.heads import meet_to_call
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.choose_units import check_dense
@@ -52,6 +51,7 @@ from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
 
 __all__ = ["refresh"]
@@ -211,17 +211,17 @@ class _Change:
 
 
 def _check_at_rest(unit: Unit) -> None:
-    where = None
-    waits = any(bucket.arriving.packed or any_waits(bucket) for bucket in unit.buckets)
-    if is_running(unit) or unit.run.calls or waits:
-        where = "its forward or backward, or before gradients that wait were reduced"
-    elif unit.opened is not None:
-        where = "a scope that shows its full parameters (gathered, unshard)"
-    if where is not None:
+    if unit.opened is not None and not is_running(unit):
         raise RuntimeError(
-            f"refresh: unit {unit.name!r} is inside {where}; call refresh between a backward that "
-            "reduced and the next forward."
+            f"refresh: unit {unit.name!r} is inside a scope that shows its full parameters; leave "
+            "it first, or call reshard where unshard was called."
         )
+    if is_running(unit) or unit.run.calls:
+        raise RuntimeError(
+            f"refresh: unit {unit.name!r} is inside its forward or backward; call refresh between "
+            "a backward that reduced and the next forward."
+        )
+    check_reduced(unit.buckets, "refresh")
 
 
 def _find_change(

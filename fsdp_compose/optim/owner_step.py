@@ -217,8 +217,8 @@ class OwnerOptimizer(Optimizer):
         """Only while it is built: ownership is levelled over all parameters."""
         if self._matrices:
             raise RuntimeError(
-                "owner_step: a parameter group was added after the owners were chosen; build "
-                "another owner_step over the new parameters."
+                "owner_step: a parameter group was added after the owners were chosen; give its "
+                "parameters to an owner_step of their own, beside this one."
             )
         super().add_param_group(param_group)
 

@@ -560,3 +560,18 @@ def test_what_refresh_refuses_names_refresh() -> None:
         square(refresh(model), data(0, rank)).backward()
 
     simulate_ranks(ranks)
+
+
+def test_refresh_says_what_to_end() -> None:
+    """The call that reduces what waits, or that ends ``unshard``; both were "inside" something."""
+    model = one_unit(seeded(Tower))
+    with fc.no_sync(model):
+        square(model, data(0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"refresh: .*call fsdp_compose.reduce_grads\(module\)"):
+        refresh(model)
+    fc.reduce_grads(model)
+    unshard(refresh(model))
+    with pytest.raises(RuntimeError, match="call reshard where unshard was called"):
+        refresh(model)
+    fc.reshard(model)
+    square(refresh(model), data(0, 0)).backward()

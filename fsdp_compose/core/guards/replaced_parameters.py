@@ -100,6 +100,7 @@ def replaced_message(unit: Unit, index: int, found: object) -> str:
         f"fully_shard: found {what}, wanted the parameter that was sharded. "
         "Write into that parameter instead (p.copy_(value), "
         "or with fsdp_compose.gathered(module, writeback=True)), or call "
-        "fsdp_compose.refresh(model) on every rank to shard what is there now. To compute once "
-        "with other tensors, use torch.func.functional_call(module, {name: tensor}, args)."
+        "fsdp_compose.refresh(model) on every rank to shard what is there now, and give it to the "
+        "optimizer. To compute once with other tensors, use torch.func.functional_call(module, "
+        "{name: tensor}, args)."
     )
