@@ -246,7 +246,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         "core/test_passes.py", "test_module_called_three_times_reduces_once", True, False,
     ),
     "steps after an interrupt": (
-        answer(None, "check_uninterrupted", "core.guards.interrupts"),
+        answer(None, "clear_interrupted", "core.guards.interrupts"),
         INTERRUPTS, "test_a_step_after_an_interrupt",
     ),
     "gradients that clipping did not reach": (
@@ -254,7 +254,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         INTERRUPTS, "test_a_step_after_an_interrupt",
     ),
     "parameters that modules do not hold": (
-        put(interrupts, "install_leaves", lambda unit: None),
+        put(interrupts, "recover", lambda engine: None),
         INTERRUPTS, "test_a_step_after_an_interrupt",
     ),
     "a step inside a forward": (

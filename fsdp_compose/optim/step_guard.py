@@ -25,7 +25,7 @@ from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.core.guards.callers import count_calls
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.compared_steps import Settings
-from fsdp_compose.core.guards.interrupts import check_uninterrupted
+from fsdp_compose.core.guards.interrupts import clear_interrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
@@ -231,7 +231,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _refuse_fused(optimizer, caller)
     for engine in here.engines.values():
         if engine.schedule.active:
-            check_uninterrupted(engine, caller)
+            clear_interrupted(engine, caller)
             _refuse_inside(engine, optimizer, caller)
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:

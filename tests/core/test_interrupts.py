@@ -233,6 +233,32 @@ def test_loading_after_an_interrupt(call: Any) -> None:
     simulate_ranks(ranks)
 
 
+@pytest.mark.parametrize("names", [["weight"], ["weight", "bias"]], ids=len)
+def test_a_step_after_a_functional_call(names: list[str]) -> None:
+    """The modules held the caller's tensors from that step on, and these were trained."""
+
+    def ranks(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower))
+        optims = [sgd(module.parameters()) for module in (plain, model)]
+        outer: Any = model
+        outer.stops = 1
+        handle = model.head.register_forward_hook(partial(stop, model))
+        given = {f"head.{n}": torch.zeros_like(plain.head.get_parameter(n)) for n in names}
+        with pytest.raises(KeyboardInterrupt):
+            functional_call(model, given, (data(0, rank),))
+        handle.remove()
+        with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+            optims[1].step()
+        for module, optim in zip((plain, model), optims, strict=True):
+            square(module, data(0, 0)).backward()
+            optim.step()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found), wanted)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
+
+
 def test_a_step_on_what_a_forward_reads() -> None:
     """The rest of the forward computed with the weights from before the step, without a word."""
 

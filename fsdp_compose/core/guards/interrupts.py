@@ -72,27 +72,12 @@ def clear_failed(unit: Unit, module: nn.Module) -> None:
         raise RuntimeError(uncleared)
 
 
-def check_uninterrupted(engine: Engine, caller: str) -> None:
-    """Before a step, let modules hold their parameters again after a forward that was interrupted.
-
-    Raises:
-        RuntimeError: parameters have gradients, which clipping did not reach; not at the next step.
-    """
-    if engine.thread != get_ident() or graph_task_id() != -1 or is_in_call(sys._getframe()):
-        return  # a forward is running, or its backward
-    uncleared = find_uncleared(engine)
-    for unit in engine.units:
-        if unit.run.showing is not None:
-            install_leaves(unit)
-    if uncleared is not None:
-        raise RuntimeError(f"{caller}: {uncleared}")
-
-
-def clear_interrupted(engine: Engine) -> None:
+def clear_interrupted(engine: Engine, caller: str = "") -> None:
     """Between passes: clear up after a forward that was interrupted, as the next one would.
 
     Raises:
-        RuntimeError: parameters have gradients, which clearing did not reach; said once.
+        RuntimeError: parameters have gradients, which clipping and clearing did not reach; said
+            once. It begins with ``caller``, if given.
     """
     if not engine.schedule.active or engine.thread != get_ident() or graph_task_id() != -1:
         return
@@ -102,7 +87,7 @@ def clear_interrupted(engine: Engine) -> None:
     with outside_transforms():
         recover(engine)
     if uncleared is not None:
-        raise RuntimeError(uncleared)
+        raise RuntimeError(f"{caller}: {uncleared}" if caller else uncleared)
 
 
 def find_uncleared(engine: Engine) -> str | None:
