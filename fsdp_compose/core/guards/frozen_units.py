@@ -13,6 +13,7 @@ from fsdp_compose.base.tree import find_tensors, map_tensors
 from fsdp_compose.core.guards.weight_versions import check_unwritten, read_versions
 from fsdp_compose.core.passes import close_backward, consume, retain
 from fsdp_compose.core.state import Unit
+from fsdp_compose.sharded import is_sharded
 
 
 class Reader:
@@ -69,10 +70,13 @@ _VIEWED = (torch.strided, torch.jagged)
 def bound_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     """Pass inputs that need gradients through one node, which ends a frozen unit's backward.
 
-    Sparse ones have no views and stay as they are; the end of the whole backward ends the unit's.
+    Sparse ones have no views, nor have sharded parameters that an input holds, as an optimizer
+    does: these stay as they are, and the end of the whole backward ends the unit's.
     """
     tensors, _ = find_tensors(inputs)
-    needing = {id(t): t for t in tensors if t.requires_grad and t.layout in _VIEWED}
+    needing = {
+        id(t): t for t in tensors if t.requires_grad and t.layout in _VIEWED and not is_sharded(t)
+    }
     unit.checks.bound_at = -1
     if not needing:
         return inputs

@@ -169,3 +169,29 @@ def test_a_frozen_unit_may_move_before_the_backward() -> None:
             model.first.double()
 
     simulate_ranks(ranks)
+
+
+def test_a_frozen_unit_is_given_an_optimizer() -> None:
+    """The sharded parameters in it were refused, as if the forward had used them."""
+
+    class Training(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, optim: torch.optim.Optimizer) -> Tensor:
+            for _ in range(2):
+                optim.zero_grad()
+                self.head(torch.tanh(self.first(x))).square().sum().backward()
+                optim.step()
+            return self.head(torch.tanh(self.first(x))).detach()
+
+    def ranks(rank: int) -> None:
+        x, plain, model = data(0, 0), seeded(Training), seeded(Training)
+        for module in (model.first, model.head, model):
+            fully_shard(module)
+        found = model(x, torch.optim.SGD(model.parameters(), 0.1))
+        assert_close(found, plain(x, torch.optim.SGD(plain.parameters(), 0.1)))
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
