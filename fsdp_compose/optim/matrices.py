@@ -152,7 +152,8 @@ def make_matrix(param: nn.Parameter) -> Matrix:
     if not is_sharded(param):
         raise ValueError(
             f"owner_step: a parameter of shape {tuple(param.shape)} is not sharded, so there "
-            "is no owner to choose; call fully_shard first, or give it to another optimizer."
+            "is no owner to choose; call fully_shard first, or give it to another optimizer. "
+            "Where it is of flat_parameters or local_parameters, give module.parameters()."
         )
     entry = find_entry(param)
     bucket = owner_of(entry)

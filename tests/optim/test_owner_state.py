@@ -276,3 +276,19 @@ def test_the_codebooks_and_a_round_trip() -> None:
         values = torch.randn(1000) if book.min() < 0 else torch.rand(1000)
         back = structured.dequantise(*structured.quantise(values, book), book)
         assert (back - values).abs().max() < 0.06 * values.abs().max()
+
+
+def test_state_after_undo_is_refused() -> None:
+    """Each rank gave the state of what it had owned, as if that were all of it."""
+
+    def ranks(rank: int) -> None:
+        run = Run("muon", wholes).train(0)
+        wanted = fc.optim_state_dict(run.model, run.optims[0], kind="full")
+        fc.undo(run.model)
+        with pytest.raises(ValueError, match=r"is sharded no more \(undo\).* Call fully_shard"):
+            fc.optim_state_dict(run.model, run.optims[0], kind="full")
+        by_block(run.model)
+        found = fc.optim_state_dict(run.model, run.optims[0], kind="full")
+        assert found["state"].keys() == wanted["state"].keys()
+
+    run_ranks(ranks, 2)

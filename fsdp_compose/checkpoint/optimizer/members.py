@@ -187,7 +187,7 @@ def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
 
     Raises:
         ValueError: it holds a tensor that is neither a parameter of ``module`` nor a piece of its
-            shards.
+            shards; or it is an ``owner_step`` whose parameters are plain by now.
     """
     names = parameter_names(module)
     found: list[list[Member]] = []
@@ -198,6 +198,12 @@ def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
             if param in names:
                 leaf = leaf_of(param)
                 entry = find_entry(leaf) if is_sharded(leaf) else None
+                if entry is None and isinstance(optim, OwnerOptimizer):
+                    raise ValueError(
+                        f"optimizer state: {names[param][0]!r} is sharded no more (undo), and each "
+                        "rank of an owner_step has the state of what it owns alone. Call "
+                        "fully_shard again first; another time take the state before undo."
+                    )
                 owner = optim.owner_of(param) if isinstance(optim, OwnerOptimizer) else None
                 part = Part(tuple(names[param]), whole_shape(param), entry, owner=owner)
                 members.append(Member(param, (part,)))
