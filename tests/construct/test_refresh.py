@@ -575,3 +575,21 @@ def test_refresh_says_what_to_end() -> None:
         refresh(model)
     fc.reshard(model)
     square(refresh(model), data(0, 0)).backward()
+
+
+def test_state_of_what_refresh_took_out() -> None:
+    """It leaves the optimizer's groups, and then its state, as the errors say."""
+    model = one_unit(seeded(Tower))
+    optim, old = adamw(model.parameters()), model.head.weight
+    square(model, data(0, 0)).backward()
+    optim.step()
+    model.head.weight = nn.Parameter(torch.ones_like(old.full_tensor()))
+    refresh(model)
+    with pytest.raises(ValueError, match=r"out of the module \(refresh\) goes out of its"):
+        fc.optim_state_dict(model, optim)
+    for group in optim.param_groups:
+        group["params"] = [p for p in group["params"] if p is not old]
+    with pytest.raises(ValueError, match=r"delete its state too: state.pop\(p\)"):
+        fc.optim_state_dict(model, optim)
+    optim.state.pop(old)
+    fc.optim_state_dict(model, optim)

@@ -170,14 +170,14 @@ def _forget_gathered(optim: Optimizer, held: set[int]) -> None:
     keys: list[Any] = list(optim.state)
     for key in [key for key in keys if isinstance(key, Tensor) and id(key) not in held]:
         if optim.state[key]:
-            what, advice = "", "Look parameters up before the forward, or by name."
-            if is_sharded(key):
-                what = f", parameter {key._shard_spec.fqn!r},"
-                advice = "If its group was removed, delete its state too."
+            what = f", parameter {key._shard_spec.fqn!r}," if is_sharded(key) else ""
+            advice = "If it was taken out of the groups, delete its state too: state.pop(p)."
+            if not isinstance(key, nn.Parameter):
+                what = ", as module.weight inside a forward or backward, where it is gathered,"
+                advice = "Look parameters up before the forward, or by name."
             raise ValueError(
                 f"optimizer state: {type(optim).__name__}.state has entries for a tensor of shape "
-                f"{tuple(key.shape)}{what} that is in none of its groups, as module.weight inside "
-                f"a forward or backward, where it is gathered. {advice}"
+                f"{tuple(key.shape)}{what} that is in none of its groups. {advice}"
             )
         del optim.state[key]
 
@@ -252,7 +252,7 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
             f"optimizer state: {where} (shape {tuple(param.shape)}) is not a parameter of the "
             f"module, whose parameters are {known[:4]}{' and more' if len(known) > 4 else ''}. "
             "Build the optimizer from this module's parameters, or pass the module it was built "
-            "from."
+            "from. What was taken out of the module (refresh) goes out of its groups and state too."
         )
     shard = shard_of(bucket)
     first = param.storage_offset() - shard.storage_offset()
