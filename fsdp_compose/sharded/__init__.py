@@ -25,6 +25,7 @@ Files, each importing only from those above it:
     draws       random numbers, those that the whole would have got
     views       views of which a slice is a slice too: flattened, or some rows
     operands    plain operands of elementwise functions, cut and compared
+    gradients   autograd.grad and backward, given gradients that are cut
     convert     a parameter with its hooks becomes sharded, and plain again
     calls       __torch_function__, by those tables
 """

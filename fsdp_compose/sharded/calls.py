@@ -24,6 +24,7 @@ from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.draws import draw_into, draw_like
+from fsdp_compose.sharded.gradients import autograd_grad, backward
 from fsdp_compose.sharded.operands import (
     PLAIN_FORMATS,
     check_cut,
@@ -37,7 +38,6 @@ from fsdp_compose.sharded.reads import call_slices
 from fsdp_compose.sharded.reduce import REDUCTIONS, average_over_replicas, foreach_reduce, name_of
 from fsdp_compose.sharded.spec import (
     Handler,
-    ShardedWeightError,
     ShardSpec,
     refuse,
     require_group,
@@ -400,24 +400,6 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor.clone()
 
 
-def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("is_grads_batched", args[6] if len(args) > 6 else False):
-        spec = first_spec(args, kwargs)
-        raise ShardedWeightError(
-            f"torch.autograd.grad(is_grads_batched=True) of sharded {spec.fqn!r} (unit "
-            f"{spec.unit!r}): a batch of gradients cannot be reduced over the ranks as one. Call "
-            "torch.autograd.grad once for each of grad_outputs, with retain_graph=True. Only "
-            "gradients of inputs can be batched."
-        )
-    grads = call_raw(func, (), args, kwargs)
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-    for grad, source in zip(grads, inputs, strict=True):
-        if type(grad) is Tensor and is_sharded(source):
-            tag(grad, source._shard_spec)
-    return grads
-
-
 def _method(name: str) -> Callable[..., Any]:
     """Return a handler that calls the method ``name`` of a sharded tensor."""
     mine = getattr(ShardedTensor, name)
@@ -437,6 +419,7 @@ def _handle(functions: Iterable[Callable[..., Any]], handler: Handler) -> None:
 
 
 _handle(ops.SHARED, _shared)
+_handle([Tensor.backward], backward)
 _handle(ops.ELEMENTWISE, _elementwise)
 _handle(ops.CASTS, _cast)
 _handle([torch.empty_like], _empty_like)
@@ -481,8 +464,8 @@ for _name in "data grad requires_grad".split():
     _handle(ops.setters(_name), _setter(_name))
 
 ON_SLICES: dict[Callable[..., Any], Handler] = {
-    torch.autograd.grad: _autograd_grad,
-    torch.autograd.backward: _shared,  # given sharded tensors as inputs=
+    torch.autograd.grad: autograd_grad,
+    torch.autograd.backward: backward,
     torch._foreach_norm: _foreach_reduce,
     torch._foreach_mul_: _foreach,
     torch.linalg.vector_norm: _reduce,

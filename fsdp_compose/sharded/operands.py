@@ -60,8 +60,7 @@ def cut_operand(func: Any, value: Any, spec: ShardSpec) -> Any:
     """A plain operand, cut as ``spec`` says."""
     if not isinstance(value, Tensor) or is_sharded(value):
         return value
-    if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
-        refuse(func, spec, _DIFFERENTIATED)
+    check_differentiable(func, value, spec)
     if value.ndim == 0:
         return value
     if is_opaque(value):
@@ -70,6 +69,12 @@ def cut_operand(func: Any, value: Any, spec: ShardSpec) -> Any:
     if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
         refuse(func, spec, f"the other has shape {tuple(value.shape)}")
     return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
+
+
+def check_differentiable(func: Any, value: Tensor, spec: ShardSpec) -> None:
+    """Raise D1 for a plain operand whose gradient each rank would have a part of."""
+    if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
+        refuse(func, spec, _DIFFERENTIATED)
 
 
 _DIFFERENTIATED = (

@@ -165,7 +165,7 @@ _SHARED_GETTERS = """
     name output_nr requires_grad retains_grad volatile
 """
 _SHARED_METHODS = """
-    __dir__ _is_view _is_zerotensor backward element_size get_device is_coalesced is_conj
+    __dir__ _is_view _is_zerotensor element_size get_device is_coalesced is_conj
     is_distributed is_inference is_neg is_pinned is_shared is_signed qscheme record_stream
     requires_grad_ retain_grad share_memory_ sparse_dim storage_type
 """
