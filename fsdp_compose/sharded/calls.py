@@ -323,16 +323,15 @@ def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _CONJUGATING = ops.functions("vdot", torch, Tensor)
 
 
-def _dist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch.norm(args[0] - args[1], *args[2:], **kwargs)
+def _dist(input: Any, other: Any, p: Any = 2) -> Any:
+    return torch.norm(input - other, p)
 
 
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    a, b = args
-    return bool(a.shape == b.shape and a.dtype == b.dtype and a.eq(b).all())
+def _equal(input: Any, other: Any) -> bool:
+    return bool(input.shape == other.shape and input.eq(other).all())
 
 
-def _all_close(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_close(*args: Any, **kwargs: Any) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
 
 
@@ -406,6 +405,11 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: mine(*args, **kwargs)
 
 
+def _composed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler that calls what takes the arguments of torch's function."""
+    return lambda func, args, kwargs: call(*args, **kwargs)
+
+
 def _getter(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: getattr(args[0], name)
 
@@ -434,9 +438,9 @@ _handle(ops.LOSSES, _loss)
 _handle(ops.functions("where", torch, Tensor), _where)
 _handle(ops.functions("__setitem__", Tensor), _set_item)
 _handle(ops.functions("dot inner vdot", torch, Tensor), _dot)
-_handle(ops.functions("dist", torch, Tensor), _dist)
-_handle(ops.functions("equal", torch, Tensor), _equal)
-_handle(ops.functions("allclose", torch, Tensor), _all_close)
+_handle(ops.functions("dist", torch, Tensor), _composed(_dist))
+_handle(ops.functions("equal", torch, Tensor), _composed(_equal))
+_handle(ops.functions("allclose", torch, Tensor), _composed(_all_close))
 _handle(ops.functions("is_same_size", torch, Tensor), _same_size)
 _handle(
     ops.functions("__bool__ __complex__ __float__ __index__ __int__ is_nonzero item", Tensor), _item

@@ -304,6 +304,15 @@ def test_scalars_comparisons_and_dot(ranks: int) -> None:
     on_ranks(body, ranks)
 
 
+def test_equal_values_of_other_dtypes_are_equal() -> None:
+    (p,), w = shard([torch.arange(5.0)], SELF), torch.arange(5.0)
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        assert torch.equal(p, w.to(dtype)) and torch.equal(p.detach().to(dtype), w)
+        assert not p.equal(w.to(dtype) + 1)
+    assert torch.equal(input=p, other=p) and torch.allclose(input=p, other=w)
+    assert p.dist(other=w + 1, p=1) == 5 and torch.dist(input=p, other=w + 1) == 5**0.5
+
+
 COMPARING = (
     "eq ge greater greater_equal gt isclose le less less_equal logical_and logical_or logical_xor "
     "lt ne not_equal"
