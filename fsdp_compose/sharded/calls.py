@@ -35,7 +35,13 @@ from fsdp_compose.sharded.operands import (
     with_partners,
 )
 from fsdp_compose.sharded.reads import call_slices
-from fsdp_compose.sharded.reduce import REDUCTIONS, average_over_replicas, foreach_reduce, name_of
+from fsdp_compose.sharded.reduce import (
+    HALF,
+    REDUCTIONS,
+    average_over_replicas,
+    foreach_reduce,
+    name_of,
+)
 from fsdp_compose.sharded.spec import (
     Handler,
     ShardSpec,
@@ -313,11 +319,14 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Half precision is multiplied in fp32, as torch does it: fp16 loses what is below 6e-8."""
     spec = first_spec(args, kwargs)
     if len(args) != 2 or kwargs or args[0].ndim != 1 or args[0].shape != args[1].shape:
         refuse(func, spec)
-    first = args[0].conj() if func in _CONJUGATING else args[0]
-    return (first * args[1]).sum()
+    one, other = args[0].conj() if func in _CONJUGATING else args[0], args[1]
+    if one.dtype == other.dtype and one.dtype in HALF:
+        return (one.float() * other.float()).sum().to(one.dtype)
+    return (one * other).sum()
 
 
 _CONJUGATING = ops.functions("vdot", torch, Tensor)

@@ -26,11 +26,11 @@ from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.ranks import GatherRanks, average, count_ties, find_extreme
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec
 
-__all__ = ["REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
+__all__ = ["HALF", "REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
 
 Reduction = Callable[..., Any]
 dtype_of: Callable[[Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 class _AverageReplicas(torch.autograd.Function):
@@ -134,7 +134,7 @@ def _extreme_over(vector: Tensor, op: str, group: Group, purpose: str) -> Tensor
 
 def _wide(local: Tensor) -> Tensor:
     """``local`` in the dtype that it is accumulated in."""
-    return local.float() if local.dtype in _HALF else local
+    return local.float() if local.dtype in HALF else local
 
 
 def _plain(dim: Any, keepdim: bool) -> bool:
@@ -164,7 +164,7 @@ def _over_all(reduce: Callable[[Tensor, ShardSpec], Tensor]) -> Reduction:
 @_over_all
 def _sum(local: Tensor, spec: ShardSpec) -> Tensor:
     total = _across(_wide(local).sum(), "sum", spec)
-    return total.to(local.dtype) if local.dtype in _HALF else total
+    return total.to(local.dtype) if local.dtype in HALF else total
 
 
 def _nansum(local: Tensor, spec: ShardSpec, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def _mean(local: Tensor, spec: ShardSpec) -> Tensor:
 @_over_all
 def _prod(local: Tensor, spec: ShardSpec) -> Tensor:
     total = _across(_wide(local).prod(), "prod", spec)
-    return total.to(local.dtype) if local.dtype in _HALF else total
+    return total.to(local.dtype) if local.dtype in HALF else total
 
 
 def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
@@ -292,7 +292,7 @@ def _vector_norm(
         return NotImplemented
     order = float(ord)
     _check_total([spec])
-    accumulate = dtype or (torch.float32 if local.dtype in _HALF else None)
+    accumulate = dtype or (torch.float32 if local.dtype in HALF else None)
     value = _local_norm(local, order, accumulate)
     what = f"take the norm of order {order:g}{clipping_under_way()} of {spec.fqn!r}"
     return _combine_norms(value, [local], order, spec.groups, what).to(_real(dtype or local.dtype))
@@ -410,7 +410,7 @@ def foreach_reduce(
     if is_norm:
         _check_total(specs)
     kinds = [dtype_of(t) for t in tensors]
-    half = dtype is None and all(kind in _HALF for kind in kinds)
+    half = dtype is None and all(kind in HALF for kind in kinds)
     options = {"ord": order, "dtype": torch.float32 if half else dtype} if is_norm else {}
     held = [
         t.numel() if s is None else s.stop - s.start for t, s in zip(tensors, specs, strict=True)

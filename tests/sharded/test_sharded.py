@@ -313,6 +313,23 @@ def test_equal_values_of_other_dtypes_are_equal() -> None:
     assert p.dist(other=w + 1, p=1) == 5 and torch.dist(input=p, other=w + 1) == 5**0.5
 
 
+@pytest.mark.parametrize("name", ["dot", "vdot", "inner"])
+def test_products_of_half_precision_lose_nothing(name: str) -> None:
+    """1e-8 is 0 in fp16, and 90,000 infinite; bf16 knows no 1 + 1/256."""
+    product = getattr(torch, name)
+    for dtype, one, other, wanted in (
+        (torch.float16, [2**-14.0] * 1024, [2**-14.0] * 1024, 2**-18.0),
+        (torch.float16, [300.0, -300.0, 0.5], [300.0, 300.0, 1.0], 0.5),
+        (torch.bfloat16, [1.0625, 1.0], [1.0625, -1.0], 0.12890625),
+    ):
+        w, v = torch.tensor(one, dtype=dtype), torch.tensor(other, dtype=dtype)
+        (p,) = shard([w], SELF)
+        found = product(p, v)
+        assert found.dtype == dtype and found.item() == wanted == product(w, v).item()
+        found.backward()
+        assert torch.equal(p.grad, v)
+
+
 COMPARING = (
     "eq ge greater greater_equal gt isclose le less less_equal logical_and logical_or logical_xor "
     "lt ne not_equal"
