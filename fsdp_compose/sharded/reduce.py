@@ -156,7 +156,9 @@ def _over_all(reduce: Callable[[Tensor, ShardSpec], Tensor]) -> Reduction:
     ) -> Any:
         if not _plain(dim, keepdim) or axis is not None:
             return NotImplemented
-        return reduce(local if dtype is None else local.to(dtype), spec)
+        if dtype is None:
+            return reduce(local, spec)
+        return reduce(local.to(dtype), spec).to(dtype)  # integers are added up as int64
 
     return over_all
 
@@ -229,7 +231,7 @@ def _every(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:
     """``all`` or ``any``, as a smallest or largest element."""
 
     def every(local: Tensor, spec: ShardSpec, dim: Any = None, keepdim: bool = False) -> Any:
-        if not _plain(dim, keepdim):
+        if dim is not None or keepdim:  # of no dimensions they are elementwise
             return NotImplemented
         return _across(reduce(local), op, spec)
 

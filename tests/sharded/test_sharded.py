@@ -330,6 +330,20 @@ def test_products_of_half_precision_lose_nothing(name: str) -> None:
         assert torch.equal(p.grad, v)
 
 
+def test_sums_keep_the_dtype_that_was_asked_for() -> None:
+    for w in (torch.arange(1, 6), torch.arange(1, 6) > 2):
+        (p,) = shard([w], SELF)
+        for dtype in (torch.int32, torch.uint8, torch.int64, torch.float32, torch.bfloat16):
+            for name in ("sum", "prod", "nansum"):
+                found, wanted = (getattr(torch, name)(t, dtype=dtype) for t in (p, w))
+                assert (found, found.dtype) == (wanted, wanted.dtype)
+        for name in ("all", "any"):
+            assert getattr(p, name)() == getattr(w, name)()
+            for dim in ((), []):  # elementwise, of plain tensors
+                with pytest.raises(ShardedWeightError, match="along a dimension"):
+                    getattr(p, name)(dim=dim)
+
+
 COMPARING = (
     "eq ge greater greater_equal gt isclose le less less_equal logical_and logical_or logical_xor "
     "lt ne not_equal"
