@@ -263,7 +263,8 @@ def _var(
         correction = 1 if unbiased is None else int(unbiased)
     wide = _wide(local)
     mean = _across(wide.sum(), "sum", spec) / spec.seen.numel()
-    squares = _across((wide - mean).abs().square().sum(), "sum", spec, "variance")
+    away = wide - mean
+    squares = _across((away * away.conj()).real.sum(), "sum", spec, "variance")
     return (squares / max(0, spec.seen.numel() - correction)).to(_real(local.dtype))
 
 
