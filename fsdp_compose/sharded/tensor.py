@@ -170,7 +170,8 @@ class _Sharded(TorchState):
         spec, mine = self._shard_spec, to_local(self)
         local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
         note_write(self, "data =", (value,))
-        if not (self._is_parameter or is_sharded(value)) and local.dtype == mine.dtype:
+        is_own = self._noted != PARAMETER  # not the parameter's memory, as that of p.detach() is
+        if is_own and not is_sharded(value) and local.dtype == mine.dtype:
             mine.copy_(local)  # a gradient's slice is part of a buffer, so it is written in place
             return
         set_local(self, local)

@@ -181,6 +181,12 @@ def test_data_and_grad_assignment(ranks: int) -> None:
         same(p, (w + 1) * 2)
         p.data = p.data
         assert not residence.moved
+        for alias in (p.detach(), p.data):  # which leaves the parameter alone
+            alias.data = w * 5
+            same(alias, w * 5)
+            same(p, (w + 1) * 2)
+        assert not residence.moved
+        residence.written = 2
         p.grad = w
         same(p.grad, w)
         p.grad.data.zero_()
