@@ -48,5 +48,5 @@ def all_gather_uneven(
     parts = cut_by_rank(whole, group.size) if width else [whole] * group.size
     parts[group.rank].view(local.dtype)[: local.numel()].copy_(local)
     gather_parts(whole, parts, parts[group.rank], group, purpose).wait()
-    pieces = (p.view(local.dtype)[:n] for p, n in zip(parts, lengths, strict=True))
-    return torch.cat(list(pieces))
+    size = local.element_size()  # bytes, as autocast would look at the dtypes of numbers
+    return torch.cat([p[: n * size] for p, n in zip(parts, lengths, strict=True)]).view(local.dtype)

@@ -344,6 +344,17 @@ def test_sums_keep_the_dtype_that_was_asked_for() -> None:
                     getattr(p, name)(dim=dim)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.complex64])
+def test_autocast_does_not_look_at_what_is_gathered(dtype: torch.dtype) -> None:
+    def body(group: Group) -> None:
+        for w in (torch.arange(5.0).to(dtype), torch.zeros(0, dtype=dtype)):
+            with torch.autocast("cpu", torch.bfloat16):
+                full = shard([w], group)[0].full_tensor()
+            assert full.dtype == dtype and full.tolist() == w.tolist()
+
+    on_ranks(body, 2)
+
+
 COMPARING = (
     "eq ge greater greater_equal gt isclose le less less_equal logical_and logical_or logical_xor "
     "lt ne not_equal"
