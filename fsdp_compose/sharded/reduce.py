@@ -315,10 +315,23 @@ def _combine_norms(
     if abs(order) == math.inf:
         sizes = (local.detach().abs() for local in slices)
         return _combine_extremes(norms, sizes, "max" if order > 0 else "min", groups, what)
+    if order > 1 and _is_recorded(norms) and any(group.size > 1 for group in groups):
+        # From powers, as a norm has no second derivative where a rank has nothing but zeros.
+        powers = torch.stack([_sum_powers(local, order, norms.dtype) for local in slices])
+        for group in groups:
+            powers = _over(powers, "sum", group, what)
+        root = torch.where(powers == 0, 1.0, powers).pow(1 / order)
+        return torch.where(powers == 0, powers, root).reshape(norms.shape)
     for group in groups:
         if group.size > 1:
             norms = _norms_over(norms, order, group, what)
     return norms
+
+
+def _sum_powers(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    local = local.to(dtype.to_complex() if local.is_complex() else dtype)
+    powers = (local * local.conj()).real if order == 2 else local.abs().pow(order)
+    return powers.sum()
 
 
 def _norms_over(norms: Tensor, order: float, group: Group, what: str) -> Tensor:

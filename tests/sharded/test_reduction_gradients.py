@@ -82,6 +82,32 @@ def test_second_derivatives_of_variances(dtype: torch.dtype) -> None:
     run_ranks(ranks, 2)
 
 
+NORMS: dict[str, Reduce] = {
+    "norm": lambda x: x.norm(),
+    "of order 3": lambda x: torch.linalg.vector_norm(x, 3),
+    "of a list": lambda x: torch._foreach_norm([x, x * 2])[1],
+    "distance": lambda x: torch.dist(x, torch.zeros(x.shape, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("kind", NORMS)
+def test_second_derivatives_of_norms(kind: str, dtype: torch.dtype) -> None:
+    """Where a rank has nothing but zeros, or no elements, they are finite as in one process."""
+
+    def ranks(rank: int) -> None:
+        for values in ([1.0, 2.0, -3.0, *[0.0] * 12], [2.0, 1.0]):
+            found = []
+            for x in (build(values, dtype).first, fc.fully_shard(build(values, dtype)).first):
+                (slope,) = torch.autograd.grad(NORMS[kind](x), x, create_graph=True)
+                part = torch.view_as_real(slope) if dtype.is_complex else slope
+                (part * torch.arange(float(part.numel())).view(part.shape)).sum().backward()
+                found.append(x.grad)
+            torch.testing.assert_close(found[1].full_tensor(), found[0])
+
+    run_ranks(ranks, 2)
+
+
 @pytest.mark.parametrize("order", [math.inf, -1.0, -math.inf])
 def test_norms_of_narrow_dtypes_raise_on_all_ranks(order: float) -> None:
     """A rank without elements refuses what torch does, and does not wait for the others."""
