@@ -96,7 +96,7 @@ class Survey:
     buckets: list[PlannedBucket] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    outside: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters of no unit
+    outside: dict[str, nn.Parameter] = field(default_factory=dict)  # of no unit, each once
     split: dict[str, int] = field(default_factory=dict)  # by tensor parallelism, over this many
     buffer_bytes: int = 0
 
@@ -265,7 +265,7 @@ class _Walker:
     """Goes through modules as a forward does, opening and closing units as the engine would."""
 
     def __init__(self, survey: Survey, sharded: Set[int]) -> None:
-        self.survey, self.sharded = survey, sharded
+        self.survey, self.known = survey, set(sharded)  # parameters that are counted already
         self.by_module = {id(m): record for record in survey.records for m in record.modules}
         self.places = {place: (r, use) for r in survey.records for place, use in r.places.items()}
         self.active: list[Record] = []
@@ -284,8 +284,9 @@ class _Walker:
                 is_product = isinstance(module, _PRODUCTS)
                 event = Event(place[0], use=place[1], in_product=is_product)
                 self.survey.events.append(event)
-            elif isinstance(param, nn.Parameter) and id(param) not in self.sharded:
-                self.survey.outside.setdefault(f"{name}{key}", param)
+            elif isinstance(param, nn.Parameter) and id(param) not in self.known:
+                self.known.add(id(param))
+                self.survey.outside[f"{name}{key}"] = param
         for child_name, child in module.named_children():
             if id(child) not in self.seen:
                 self.visit(

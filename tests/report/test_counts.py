@@ -1,0 +1,35 @@
+"""Reports count everything that is there once, and leave what they look at as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import fully_shard
+from fsdp_compose.report import explain, plan
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, and a layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(10, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(tokens)))
+
+
+def test_a_tied_parameter_of_no_unit_counts_once() -> None:
+    model = Tied()
+    nbytes = model.embed.weight.nbytes
+    found = plan(model, world_size=2, ignored=[model.embed.weight], optimizer="adamw")
+    assert found.memory.outside == 4 * nbytes  # itself, its gradient and two of state
+    assert "1 trained parameter (160 B): 'embed.weight'" in found.notes[0]
+    fully_shard(model, ignored=[model.embed.weight])
+    assert explain(model).other == nbytes
