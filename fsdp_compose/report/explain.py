@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.gather import stamp_of
@@ -223,11 +224,9 @@ def _is_stale(unit: Unit, bucket: Bucket) -> bool:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     storages: dict[int, int] = {}
     with raw():
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    storage = part_of(value).untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
+        for value in find_tensors(list(optimizer.state.values()))[0]:
+            storage = part_of(value).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

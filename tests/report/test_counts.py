@@ -33,3 +33,11 @@ def test_a_tied_parameter_of_no_unit_counts_once() -> None:
     assert "1 trained parameter (160 B): 'embed.weight'" in found.notes[0]
     fully_shard(model, ignored=[model.embed.weight])
     assert explain(model).other == nbytes
+
+
+def test_state_in_lists_and_dictionaries_counts() -> None:
+    model = fully_shard(nn.Linear(4, 2))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim.state[model.weight] = {"factors": [torch.zeros(3), {"left": (torch.zeros(5),)}]}
+    optim.state[model.bias] = {"moment": torch.zeros_like(model.bias)}
+    assert explain(model, optim).optimizer == 4 * (3 + 5 + 2)
