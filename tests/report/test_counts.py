@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard
+from fsdp_compose import fully_shard, trace_execution_order
 from fsdp_compose.report import explain, plan
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -41,3 +43,19 @@ def test_state_in_lists_and_dictionaries_counts() -> None:
     optim.state[model.weight] = {"factors": [torch.zeros(3), {"left": (torch.zeros(5),)}]}
     optim.state[model.bias] = {"moment": torch.zeros_like(model.bias)}
     assert explain(model, optim).optimizer == 4 * (3 + 5 + 2)
+
+
+class Drawing(nn.Linear):
+    """Draws on the host in its forward, as layers that are left out at random do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.randperm(4, device="cpu")
+        random.random()
+        return super().forward(x)
+
+
+def test_a_forward_that_is_looked_at_draws_nothing() -> None:
+    model, before = Drawing(4, 4), (torch.get_rng_state(), random.getstate())
+    plan(model, world_size=2, sample=torch.ones(1, 4))
+    trace_execution_order(model)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
