@@ -107,12 +107,14 @@ class _Curve:
 def _planned_curve(source: Plan) -> _Curve:
     memory, (moments, gaps) = source.memory, _fold_moments(source)
     count = max(1, len(moments))
-    kept = memory.shards + memory.outside + memory.weight_copies - memory.host
-    fixed = {"shards": kept, "optimizer state": memory.optimizer, "buffers": memory.buffers}
+    on_host = sum(bucket.shard_bytes for bucket in source.buckets if bucket.on_host)
+    kept = memory.shards - on_host + memory.outside + memory.weight_copies
+    state = memory.optimizer - (memory.host - on_host)
+    fixed = {"shards": kept, "optimizer state": state, "buffers": memory.buffers}
     fixed["static buffers"] = memory.static_buffers
     parts = {name: [v] * count for name, v in fixed.items() if v > 0 or name == "shards"}
     for name, attributes in (
-        ("gathered", ("gathered",)),
+        ("gathered", ("gathered", "encoded")),
         ("kept in part", ("spread",)),
         ("packed", ("packed", "received")),
         ("gradients", ("gradients", "reduced")),
@@ -350,13 +352,14 @@ def _peaks(plan: Plan, measured: Timeline | None) -> tuple[list[str], dict[str, 
     for phase in ("forward", "backward"):
         found = [moment.peak for moment in plan.moments if moment.phase == phase]
         if measured is not None:
-            found = [replace(peak, gradients=0, received=0, spread=0) for peak in found]
+            unseen = dict.fromkeys(("encoded", "gradients", "received", "spread"), 0)
+            found = [replace(peak, **unseen) for peak in found]
         peak = max(found, key=lambda peak: peak.total, default=Peak())
         labels.append(f"{phase}, planned")
         rows.append(
             {
                 "shards": plan.memory.shards,
-                "gathered": peak.gathered + peak.spread,
+                "gathered": peak.gathered + peak.encoded + peak.spread,
                 "packed": peak.packed + peak.received,
                 "gradients": peak.gradients + peak.reduced,
             }

@@ -13,8 +13,9 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose import wrap
+from fsdp_compose.comm.codecs import int8_codec
 from fsdp_compose.core.autograd import EngineWork
-from fsdp_compose.report.plots import _fold_moments, _peaks
+from fsdp_compose.report.plots import _fold_moments, _peaks, _planned_curve
 
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, square
@@ -129,6 +130,31 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert "rank 0: rows 0-" in texts["shards"] and "backward, measured" in texts["plan"]
     assert "a color for each 2 ranks" in texts["many"] and "<!-- 126 -->" in texts["many"]
     assert "blocks.2" in texts["timeline"] and "waiting for ranks" in texts["timeline"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"offload_policy": fc.Offload(params=True)},
+        {"offload_policy": fc.Offload(optimizer=True)},
+        {"mp_policy": fc.MixedPrecision(gather_codec=int8_codec()), "reshard_after_forward": True},
+        {"static_buffers": True},
+        {"reshard_after_forward": 2},
+        {"world_size": (2, 4), "strategy": fc.ShardingStrategy.HYBRID_SHARD_OPTIMIZER},
+    ],
+)
+def test_what_is_drawn_adds_up_to_the_plan(options: dict[str, Any]) -> None:
+    """At every moment: nothing is below 0, and the most is what the plan says."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.BatchNorm1d(64))
+    given = {"world_size": 8, "optimizer": "adamw", "ignored": [model[4]], **options}
+    plan = fc.plan(model, units=wrap.by_class(nn.Linear), **given)
+    parts = _planned_curve(plan).parts
+    assert all(value >= 0 for values in parts.values() for value in values)
+    drawn = list(map(sum, zip(*parts.values(), strict=True)))
+    assert max(drawn) == plan.memory.total
+    turn = next(i for i, moment in enumerate(plan.moments) if moment.phase == "backward")
+    assert max(drawn[:turn]) == plan.memory.persistent + plan.memory.forward.total
 
 
 def test_units_that_are_alike_are_folded() -> None:
