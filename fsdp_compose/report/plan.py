@@ -163,7 +163,10 @@ def plan(
     found = _describe(modules, survey, keeps, available, activations=activations)
 
     def plan_again(changed: Mapping[str, Any]) -> Trial:
-        return _trial(_describe(modules, _survey(modules, changed), keeps, activations=activations))
+        again, measured, mp = _survey(modules, changed), activations, changed["mp_policy"]
+        if measured is not None and mp is not mp_policy:
+            measured = _activations(modules, again, mp, sample)
+        return _trial(_describe(modules, again, keeps, activations=measured))
 
     question = Question(survey, _trial(found), chosen, available, plan_again)
     return replace(found, advice=advise(question))

@@ -114,6 +114,14 @@ def test_a_model_that_does_not_fit() -> None:
     assert "mp_policy=MixedPrecision(torch.bfloat16, torch.float32)" in lines
 
 
+def test_bf16_halves_activations_too() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    options = {"world_size": 8, "units": wrap.by_class(nn.Linear), "device_memory": 1000}
+    options |= {"sample": torch.ones(4096, 64)}
+    lines = check_advice(plan(model, **options), model, **options)
+    assert "mp_policy=MixedPrecision(torch.bfloat16, torch.float32)" in lines
+
+
 def test_the_outermost_unit_should_stay_gathered() -> None:
     options = {"world_size": 8, "units": wrap.by_class(Layer), "reshard_after_forward": True}
     found = plan(on_meta(), **options)
