@@ -152,12 +152,17 @@ def plan(
         "static_buffers": static_buffers,
     }
     if isinstance(module, nn.Module) and (known := list(iter_units(module))):
-        _check_nothing_passed(module, {"world_size": world_size, **chosen, "sample": sample})
+        others = {"world_size": world_size, "backend": backend, "sample": sample}
+        _check_nothing_passed(module, {**others, **chosen})
         return _describe(modules, survey_units(module, known), keeps, available, is_sharded=True)
     if world_size is not None and mesh is not None:
         raise ValueError("plan: pass world_size or mesh, not both.")
     if world_size is not None:
         chosen["mesh"] = imagine_mesh(world_size, backend)
+    elif backend != _unsaid("backend"):
+        raise ValueError(
+            f"plan: backend is {backend!r} without world_size; ranks of a mesh use their own."
+        )
     survey = _survey(modules, chosen)
     activations = None if sample is None else _activations(modules, survey, mp_policy, sample)
     found = _describe(modules, survey, keeps, available, activations=activations)
@@ -252,16 +257,19 @@ def _trial(found: Plan) -> Trial:
 
 def _check_nothing_passed(module: nn.Module, passed: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that a module which is sharded already cannot take."""
-    unsaid = {name: found.default for name, found in signature(plan).parameters.items()}
-    said = [
-        name for name, value in passed.items() if name != "ignored" and value is not unsaid[name]
-    ]
+    values = passed.items()
+    said = [n for n, value in values if n != "ignored" and value is not _unsaid(n)]
     said += ["ignored"] * bool(passed["ignored"])
     if said:
         raise ValueError(
             f"plan: {type(module).__name__} is sharded already, so {', '.join(said)} would "
             "change nothing; call plan(module) alone, or plan a module that is not sharded."
         )
+
+
+def _unsaid(name: str) -> Any:
+    """The default of an argument of ``plan``."""
+    return signature(plan).parameters[name].default
 
 
 def imagine_mesh(world_size: int | tuple[int, int], backend: str) -> Mesh:

@@ -203,6 +203,10 @@ def test_wrong_questions() -> None:
         plan([nn.Linear(2, 2), nn.Linear(2, 2)], world_size=2, sample=torch.ones(1, 2))
     with pytest.raises(ValueError, match="sharded already, so sample would change nothing"):
         plan(fully_shard(Tower()), sample=torch.ones(1, 2))
+    with pytest.raises(ValueError, match="sharded already, so backend would change nothing"):
+        plan(fully_shard(Tower()), backend="gloo")
+    with pytest.raises(ValueError, match="backend is 'gloo' without world_size"):
+        plan(Tower(), backend="gloo")
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIMIZER"])
