@@ -195,19 +195,21 @@ def _kind(bucket: PlannedBucket) -> str:
 
 
 def _frozen(survey: Survey) -> Iterator[str]:
-    mixed: dict[tuple[int, int], list[str]] = {}
+    mixed: dict[tuple[int, int, bool], list[str]] = {}
     for record in survey.records:
         own = _own(survey, record)
         frozen = [b for b in own if b.trained_numel < b.numel]
         if frozen and any(b.trained_numel for b in own):
             numel = sum(b.numel - b.trained_numel for b in frozen)
-            nbytes = sum(b.full_bytes for b in frozen if not b.trained_numel)
-            mixed.setdefault((numel, nbytes), []).append(record.name)
-    for (numel, nbytes), names in mixed.items():
+            apart = [b for b in frozen if not b.trained_numel]
+            nbytes = sum(b.full_bytes for b in apart)
+            mixed.setdefault((numel, nbytes, bool(apart)), []).append(record.name)
+    for (numel, nbytes, is_apart), names in mixed.items():
+        gathered = f"are gathered with the trained ones, {size(nbytes)} more at once, and "
         extra = (
-            f"their buckets are gathered with the trained ones, twice a step, {size(nbytes)} more "
-            "at once, and make no gradient, reduction or optimizer state"
-            if nbytes
+            f"their buckets {gathered if nbytes else ''}make no gradient, reduction or optimizer "
+            "state"
+            if is_apart
             else "gradient shards and reductions are as large as if they were trained"
         )
         yield (

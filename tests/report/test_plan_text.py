@@ -65,8 +65,10 @@ def test_notes_on_frozen_parameters_in_a_trained_unit() -> None:
     text = notes(Model("blocks.2.up"))
     numel = 2 * WIDTH * WIDTH + 2 * WIDTH
     assert "frozen and trained parameters mixed in unit 'blocks.2': 33.0k frozen elements" in text
-    assert numel == 33024 and "twice a step, 129 KiB more at once" in text
+    assert numel == 33024 and "with the trained ones, 129 KiB more at once" in text
     assert "mixed" not in notes(Model("blocks.2"))
+    alone = plan(Model("blocks.2.up"), world_size=1, units=BLOCKS)  # where nothing is gathered
+    assert "elements; their buckets make no gradient, reduction or opt" in "\n".join(alone.notes)
     model = one_unit(Model())
     model.head.requires_grad_(False)
     assert "as large as if they were trained" in "\n".join(plan(model).notes)
