@@ -59,8 +59,6 @@ def measure_activations(
         for name, param in module.named_parameters():
             leaf = torch.empty_like(param, dtype=dtypes.get(name, param.dtype), device="meta")
             leaf.requires_grad_(param.requires_grad)
-            if param.requires_grad:
-                leaf.register_post_accumulate_grad_hook(_drop_gradient)
             values[f"model.{name}"] = leaf
         for name, buffer in module.named_buffers():
             values[f"model.{name}"] = torch.empty_like(buffer, device="meta")
@@ -72,6 +70,9 @@ def measure_activations(
 
         args, kwargs = map_tensors(on_meta, _arguments(sample))
         ledger = _Ledger([*values.values(), *find_tensors((args, kwargs))[0]])
+        for leaf in values.values():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(ledger.drop_gradient)
         step = _Step(module, ledger)
         # Replaced by name: a mode of torch functions is not active where backward recomputes.
         fused = patch.object(nn.functional, _ATTENTION, _attend)
@@ -92,11 +93,6 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
 
 
-def _drop_gradient(leaf: Tensor) -> None:
-    """A parameter's gradient is counted by the plan's step, from the moment it is made."""
-    leaf.grad = None
-
-
 class _Step(nn.Module):
     """A forward and its backward in one call, since recomputation in backward reads the weights."""
 
@@ -110,25 +106,50 @@ class _Step(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> None:
         found = self.model(*args, **kwargs)
         self.forward_peak, self.kept = self.ledger.peak, self.ledger.count_live()
-        self.ledger.peak = 0
+        self.ledger.peaks.clear()
         roots = [tensor for tensor in find_tensors(found)[0] if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 class _Ledger(DispatchMode):
-    """Bytes in the storages that operators inside it made, now and at the most."""
+    """Bytes in the storages that operators inside it made, now and at the most.
+
+    Attributes:
+        storages: of each, which one it is in the order in which they were made, and its bytes.
+        bound: of what is alive; not less than it.
+        peaks: how many storages had been made, and the bytes of those alive: each time more.
+    """
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.known = {StorageWeakRef(tensor.untyped_storage()) for tensor in known}
-        self.storages: dict[StorageWeakRef, int] = {}
-        self.bound = 0  # of what is alive; not less than it
-        self.peak = 0
+        self.storages: dict[StorageWeakRef, tuple[int, int]] = {}
+        self.made = self.bound = 0
+        self.peaks: list[tuple[int, int]] = []
+
+    @property
+    def peak(self) -> int:
+        return self.peaks[-1][1] if self.peaks else 0
 
     def count_live(self) -> int:
-        self.storages = {ref: size for ref, size in self.storages.items() if not ref.expired()}
-        self.bound = sum(self.storages.values())
+        self.storages = {ref: pair for ref, pair in self.storages.items() if not ref.expired()}
+        self.bound = sum(nbytes for _, nbytes in self.storages.values())
         return self.bound
+
+    def note(self, made: int, nbytes: int) -> None:
+        """Note how much was alive when so many storages had been made, if it is the most."""
+        if nbytes > self.peak:
+            self.peaks.append((made, nbytes))
+
+    def drop_gradient(self, leaf: Tensor) -> None:
+        """A parameter's gradient is counted by the plan's step, from the moment it is made."""
+        assert leaf.grad is not None
+        ref = StorageWeakRef(leaf.grad.untyped_storage())
+        number, nbytes = self.storages.pop(ref, (self.made, 0))
+        leaf.grad, self.bound = None, self.bound - nbytes
+        peaks, self.peaks = self.peaks, []
+        for made, held in peaks:
+            self.note(made, held - nbytes if made >= number else held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is read_number and args[0].is_meta:
@@ -138,10 +159,11 @@ class _Ledger(DispatchMode):
             if isinstance(tensor, Tensor):
                 ref = StorageWeakRef(tensor.untyped_storage())
                 if ref not in self.storages and ref not in self.known:
-                    self.storages[ref] = tensor.untyped_storage().nbytes()
-                    self.bound += self.storages[ref]
+                    self.made, nbytes = self.made + 1, tensor.untyped_storage().nbytes()
+                    self.storages[ref] = self.made, nbytes
+                    self.bound += nbytes
         if self.bound > self.peak:
-            self.peak = max(self.peak, self.count_live())
+            self.note(self.made, self.count_live())
         return out
 
 
