@@ -121,8 +121,11 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
         for entry in bucket.entries:
             _note_split(survey, name_of(entry), entry.spec.parallel)
     records: dict[int, Record] = {}
+    unheld = index.keys() - {id(bucket) for unit in units for bucket in unit.buckets}
     for unit in units:
         reads: list[_Read] = []
+        held = [b for b in unit.gathered if b in unit.buckets or id(b) in unheld]
+        unheld -= set(map(id, held))  # of units outside of the module: the first that reads it
         for position, entry in enumerate(unit.entries):
             slots = [slot for slot, i in unit.slots if i == position]
             names, owner = _name_slots(slots, paths), owner_of(entry)
@@ -135,7 +138,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
         records[id(unit)] = _record(
             unit.name,
             [m for ref in unit.modules if (m := ref()) is not None],
-            [index[id(bucket)] for bucket in unit.buckets],
+            [index[id(bucket)] for bucket in held],
             reads,
             keep=unit.switches.keep_after_forward,
             reshard_after_backward=unit.switches.reshard_after_backward,

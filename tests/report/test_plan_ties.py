@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import count_traffic, fully_shard, plan, wrap
+from fsdp_compose import count_traffic, fully_shard, plan, simulate, wrap
 from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core.guards.moved_parameters import shard_of
 
@@ -102,3 +102,30 @@ def test_memory_of_an_embedding_that_is_the_head(reads_last: bool) -> None:
         assert bool(added) == reads_last
 
     run_ranks(ranks, 2)
+
+
+class Both(nn.Module):
+    """Its second part reads a weight of the first, which is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Inner(), Inner()
+        self.other.tied.weight = self.one.tied.weight
+
+
+def test_a_part_that_reads_a_unit_outside_of_it() -> None:
+    """What it gathers and reduces of that counts, and memory is that of its units."""
+
+    def ranks() -> None:
+        torch.manual_seed(0)
+        model = fully_shard(Both(), units=wrap.by_class(Inner))
+        for _ in range(2):
+            with count_traffic() as traffic:
+                model.other(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+        found = plan(model.other)
+        assert (found.step.gathers, found.step.reduces) == (traffic.gathers, traffic.reduces)
+        assert found.step.total_bytes == traffic.total_bytes
+        assert found.memory.shards == sum(unit.shard_bytes for unit in found.units)
+
+    simulate(ranks, 2)
