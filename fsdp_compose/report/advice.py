@@ -39,8 +39,8 @@ class Advice:
     Attributes:
         text: what to do, and why.
         saved_bytes: of memory at the peak; less than 0 where it takes more.
-        saved_traffic: bytes that a step does not move.
-        saved_collectives: of a step.
+        saved_traffic: bytes that a step does not move; less than 0 where it moves more.
+        saved_collectives: of a step; less than 0 where it has more.
         paste: the argument of ``fully_shard`` to write.
     """
 
@@ -58,6 +58,8 @@ class Advice:
             found.append(f"{size(-self.saved_bytes)} more at the peak")
         if self.saved_traffic > 0:
             found.append(f"{size(self.saved_traffic)} less to move in a step")
+        if self.saved_traffic < 0:
+            found.append(f"{size(-self.saved_traffic)} more to move in a step")
         if self.saved_collectives > 0:
             found.append(f"{plural(self.saved_collectives, 'collective')} less")
         return f"{self.text}: {', '.join(found)}\n{self.paste}"

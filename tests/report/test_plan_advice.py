@@ -110,6 +110,9 @@ def test_a_model_that_does_not_fit() -> None:
     assert "it does NOT fit: " in str(found)
     lines = check_advice(found, on_meta(), **options)
     assert next(iter(lines)) == "units=wrap.by_class({Layer})"
+    split = found.advice[0]  # what is released after forward is gathered again
+    assert split.saved_traffic < 0
+    assert f"less at the peak, {size(-split.saved_traffic)} more to move in a step" in str(split)
     assert "offload_policy=Offload(params=True)" in lines
     assert "mp_policy=MixedPrecision(torch.bfloat16, torch.float32)" in lines
 
