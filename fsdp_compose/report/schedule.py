@@ -30,7 +30,7 @@ class Peak:
         gradients: gradients as autograd made them, not yet packed.
         packed: flat buffers that gradients are packed into and reduced from.
         received: what reductions under way receive into.
-        reduced: sharded gradients that have arrived; in device memory.
+        reduced: sharded gradients that have arrived, or are copied to the host; in device memory.
     """
 
     gathered: int = 0
@@ -122,6 +122,7 @@ class _Ledger:
         self.received: set[tuple[_Node, int]] = set()  # in the backward under way
         self.reducing: list[int] = []
         self.arrived: set[int] = set()  # buckets with a gradient
+        self.copied = 0  # bytes of a gradient that stays while it is copied to the host
         self.refreshed: set[int] = set()  # fused buckets gathered over replicas since the last step
         self.step = 0
         self.now = self.peak = Peak()
@@ -293,12 +294,21 @@ class _Ledger:
             done += TrafficReport(all_reduces=1, all_reduce_bytes=moved)
         self.traffic[i] += done
 
+    def end_copies(self) -> None:
+        """The host has waited for the gradients that are copied to it."""
+        if self.copied:
+            self.change(reduced=-self.copied)
+            self.copied = 0
+
     def finish_reductions(self) -> None:
         while self.reducing:
             i = self.reducing.pop(0)
             bucket = self.buckets[i]
             arrived = 0 if i in self.arrived or bucket.on_host else bucket.grad_shard_bytes
             self.arrived.add(i)
+            if bucket.on_host and bucket.gather_ranks == 1:
+                before, self.copied = self.copied, bucket.grad_shard_bytes
+                arrived = self.copied - before
             freed = {"received": -bucket.received_bytes, "packed": -self._packed_bytes(i)}
             summed = bucket.summed_bytes * bucket.fused
             if bucket.fused > 1:
@@ -398,6 +408,7 @@ class _Player:
                 node.opened = False
                 schedule.leave_backward(node, ended=True)
         schedule.end_backward()
+        ledger.end_copies()
         ledger.received.clear()
 
     def _make_gradient(self, node: _Node, use: Use, in_product: bool) -> None:

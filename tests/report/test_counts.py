@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import fully_shard, trace_execution_order
+from fsdp_compose import Offload, fully_shard, trace_execution_order, wrap
 from fsdp_compose.report import explain, plan
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -59,3 +59,12 @@ def test_a_forward_that_is_looked_at_draws_nothing() -> None:
     plan(model, world_size=2, sample=torch.ones(1, 4))
     trace_execution_order(model)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_a_gradient_stays_while_it_is_copied_to_the_host() -> None:
+    """One, where no rank sends any: it is memory of the stream that the next are packed on."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    options = {"units": wrap.by_class(nn.Linear), "offload_policy": Offload(params=True)}
+    alone, two = (plan(model, world_size=n, **options).moments for n in (1, 2))
+    assert max(m.peak.packed and m.peak.reduced for m in alone) == 64 * 64 * 4
+    assert alone[-1].peak.reduced == 0 and not any(m.peak.reduced for m in two)
