@@ -100,10 +100,14 @@ class PlannedBucket:
         return self.shard_numel * self.grad.itemsize if self.trained_numel else 0
 
     @property
+    def summed_itemsize(self) -> int:
+        """Of gradients as they travel over replicas: no narrower than between shards."""
+        return torch.promote_types(self.reduce, self.grad).itemsize
+
+    @property
     def summed_bytes(self) -> int:
-        """A shard's gradients as they travel over replicas: no narrower than between shards."""
-        dtype = torch.promote_types(self.reduce, self.grad)
-        return self.shard_numel * dtype.itemsize if self.trained_numel else 0
+        """A shard's gradients as they travel over replicas."""
+        return self.shard_numel * self.summed_itemsize if self.trained_numel else 0
 
     @property
     def flat_bytes(self) -> int:

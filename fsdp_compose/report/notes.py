@@ -22,6 +22,7 @@ def notes_on(survey: Survey) -> tuple[str, ...]:
         *_largest(survey),
         *_far_apart(survey),
         *_meshes(survey),
+        *_hooks(survey),
         *_split(survey),
         *_ties(survey),
         *_dtypes(survey),
@@ -87,6 +88,15 @@ def _split(survey: Survey) -> Iterator[str]:
         yield (
             f"tensor parallelism splits {plural(len(survey.split), 'parameter')} over {ranks} "
             f"ranks: {quote_names(survey.split)}; what is counted is this rank's part of them."
+        )
+
+
+def _hooks(survey: Survey) -> Iterator[str]:
+    """Note reductions that are left to functions of the user's."""
+    if survey.hooked:
+        yield (
+            f"a communication hook reduces gradients of {_units(survey.hooked)}: what it sends is "
+            "not known, and counted as without it."
         )
 
 

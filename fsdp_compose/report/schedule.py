@@ -109,6 +109,7 @@ class _Ledger:
 
     def __init__(self, survey: Survey, makers: Sequence[_Node]) -> None:
         self.buckets, self.static = survey.buckets, find_static_buffers(survey)
+        self.in_tree = survey.in_tree
         self.users: dict[tuple[int, int], _Node] = {}  # of static buffers, who was last there
         count = len(self.buckets)
         self.schedule: Schedule[_Node, tuple[int, _Node]] = Schedule(self)
@@ -289,7 +290,12 @@ class _Ledger:
         if bucket.fused > 1 and bucket.flat_bytes:
             moved = bucket.summed_bytes * (bucket.fused - 1)
             done += TrafficReport(reduces=1, reduce_bytes=moved)
-        if bucket.replicas > 1:
+        if bucket.replicas > 1 and i in self.in_tree:
+            # As parts of one size that are summed and gathered, in place of an all-reduce.
+            part = -(-bucket.shard_numel // bucket.replicas)
+            moved = part * (bucket.replicas - 1) * bucket.summed_itemsize
+            done += TrafficReport(reduces=1, reduce_bytes=moved, gathers=1, gather_bytes=moved)
+        elif bucket.replicas > 1:
             moved = 2 * bucket.summed_bytes * (bucket.replicas - 1) // bucket.replicas
             done += TrafficReport(all_reduces=1, all_reduce_bytes=moved)
         self.traffic[i] += done

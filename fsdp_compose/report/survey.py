@@ -98,6 +98,8 @@ class Survey:
     events: list[Event] = field(default_factory=list)
     outside: dict[str, nn.Parameter] = field(default_factory=dict)  # of no unit, each once
     split: dict[str, int] = field(default_factory=dict)  # by tensor parallelism, over this many
+    in_tree: set[int] = field(default_factory=set)  # buckets sharded with deterministic=
+    hooked: list[str] = field(default_factory=list)  # units that a communication hook reduces
     buffer_bytes: int = 0
 
     def events_of(self, record: Record) -> list[Event]:
@@ -117,9 +119,12 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     index: dict[int, int] = {}
     for bucket in {id(b): b for unit in units for b in unit.gathered}.values():
         index[id(bucket)] = len(survey.buckets)
+        if bucket.mesh.slots is not None:
+            survey.in_tree.add(len(survey.buckets))
         survey.buckets.append(describe_bucket(bucket, tuple(map(name_of, bucket.entries))))
         for entry in bucket.entries:
             _note_split(survey, name_of(entry), entry.spec.parallel)
+    survey.hooked += [unit.name for unit in units if unit.switches.comm_hook is not None]
     records: dict[int, Record] = {}
     unheld = index.keys() - {id(bucket) for unit in units for bucket in unit.buckets}
     for unit in units:

@@ -7,8 +7,19 @@ import random
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import Offload, fully_shard, trace_execution_order, wrap
+from fsdp_compose import (
+    Offload,
+    ShardingStrategy,
+    count_traffic,
+    default_hook,
+    fully_shard,
+    register_comm_hook,
+    simulate,
+    trace_execution_order,
+    wrap,
+)
 from fsdp_compose.report import explain, plan
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -68,3 +79,32 @@ def test_a_gradient_stays_while_it_is_copied_to_the_host() -> None:
     alone, two = (plan(model, world_size=n, **options).moments for n in (1, 2))
     assert max(m.peak.packed and m.peak.reduced for m in alone) == 64 * 64 * 4
     assert alone[-1].peak.reduced == 0 and not any(m.peak.reduced for m in two)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIMIZER"])
+def test_sums_over_replicas_in_one_tree(strategy: str) -> None:
+    """They take a reduce-scatter and a gather, and no all-reduce."""
+
+    def ranks() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        torch.manual_seed(0)
+        model, kind = nn.Linear(7, 3), ShardingStrategy[strategy]
+        fully_shard(model, mesh=mesh, strategy=kind, deterministic=4, reshard_after_forward=None)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with count_traffic() as traffic:
+                model(torch.ones(1, 7)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+        planned = plan(model).step.to_dict()
+        assert planned == {**traffic.to_dict(), "control": 0} and not planned["all_reduces"]
+
+    simulate(ranks, 4)
+
+
+def test_a_communication_hook_is_noted() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)), units=wrap.by_name("0"))
+    assert not any("hook" in note for note in plan(model).notes)
+    register_comm_hook(model[0], None, default_hook)
+    wanted = "a communication hook reduces gradients of unit '0': what it sends is not known"
+    assert any(wanted in note for note in plan(model).notes)
