@@ -108,3 +108,19 @@ def test_a_communication_hook_is_noted() -> None:
     register_comm_hook(model[0], None, default_hook)
     wanted = "a communication hook reduces gradients of unit '0': what it sends is not known"
     assert any(wanted in note for note in plan(model).notes)
+
+
+def test_a_plan_over_replicas_alone_is_that_of_the_model() -> None:
+    """Before and after sharding: each of four ranks is sent what the three others add."""
+
+    def ranks() -> None:
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+        torch.manual_seed(0)
+        model, kind = nn.Linear(64, 64), ShardingStrategy.HYBRID_SHARD_OPTIMIZER
+        before = plan(model, mesh=mesh, strategy=kind)
+        fully_shard(model, mesh=mesh, strategy=kind)
+        assert before.moments == plan(model).moments
+        most = max(moment.peak.reduced for moment in before.moments)
+        assert most == 3 * before.units[0].shard_bytes
+
+    simulate(ranks, 4)
