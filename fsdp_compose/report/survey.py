@@ -152,16 +152,21 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             static_buffers=0 if unit.options is None else unit.options.buffers_in_turn,
         )
     survey.records += records.values()
+    _set_lists(units, records)
+    sharded = {id(entry.param) for unit in units for entry in unit.entries}
+    _walk([module], survey, sharded)
+    survey.buffer_bytes = sum(map(nbytes_of, {id(b): b for b in module.buffers()}.values()))
+    return survey
+
+
+def _set_lists(units: Sequence[Unit], records: Mapping[int, Record]) -> None:
+    """Note which units the user listed to be gathered ahead; ``records`` by the unit's id."""
     for unit in units:
         for attribute in ("forward_list", "backward_list"):
             listed = getattr(unit.expected, attribute)
             if listed is not None:
                 known = [records.get(id(ref())) for ref in listed]
                 setattr(records[id(unit)], attribute, [r for r in known if r is not None])
-    sharded = {id(entry.param) for unit in units for entry in unit.entries}
-    _walk([module], survey, sharded)
-    survey.buffer_bytes = sum(map(nbytes_of, {id(b): b for b in module.buffers()}.values()))
-    return survey
 
 
 def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Survey:

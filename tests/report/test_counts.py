@@ -72,7 +72,7 @@ def test_a_forward_that_is_looked_at_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
-def test_a_gradient_stays_while_it_is_copied_to_the_host() -> None:
+def test_a_gradient_that_is_copied_to_the_host() -> None:
     """One, where no rank sends any: it is memory of the stream that the next are packed on."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     options = {"units": wrap.by_class(nn.Linear), "offload_policy": Offload(params=True)}
@@ -110,7 +110,7 @@ def test_a_communication_hook_is_noted() -> None:
     assert any(wanted in note for note in plan(model).notes)
 
 
-def test_a_plan_over_replicas_alone_is_that_of_the_model() -> None:
+def test_a_plan_over_replicas_alone() -> None:
     """Before and after sharding: each of four ranks is sent what the three others add."""
 
     def ranks() -> None:
