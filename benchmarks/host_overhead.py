@@ -323,6 +323,17 @@ TIMED = ["units", "gloo", "optimizer", "clip"]
 PARTS = [*TIMED, "instructions"]
 
 
+def how_measured(options: argparse.Namespace) -> str:
+    """What the figures of the chosen parts are."""
+    timed = (
+        f"median over {options.rounds} interleaved rounds of {options.steps} steps per side, with "
+        "the smallest and largest round. CPU time of one thread."
+    )
+    counted = f"instructions of one step after {instructions.WARM_UPS} others."
+    found = [timed] if set(TIMED) & set(options.parts) else []
+    return " Beside these, ".join([*found, *([counted] if "instructions" in options.parts else [])])
+
+
 def build(
     shape: Shape, chosen: Sequence[str], mesh: DeviceMesh, failures: list[str]
 ) -> dict[str, nn.Module]:
@@ -369,7 +380,7 @@ def count_side(model: nn.Module, shape: Shape, name: str, label: str) -> None:
 
 
 def gloo_cost(shape: Shape, options: argparse.Namespace) -> tuple[str, dict[str, Spread]]:
-    """µs of CPU time per unit and rank, over the plain model, of two processes over gloo."""
+    """µs of CPU time per unit over the plain model, of the first of two processes over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "figures"))
         mp.spawn(_run_gloo, (shape, options, path), nprocs=2)
@@ -431,9 +442,7 @@ def main() -> int:
     sections = [
         f"{options.units} units; {2 * options.linears} parameters each, width {options.width}, "
         f"batch {options.batch}, except where a case says otherwise; fake process group of "
-        f"{options.world} ranks on CPU; median over {options.rounds} interleaved rounds of "
-        f"{options.steps} steps per side, with the smallest and largest round. CPU time of one "
-        "thread."
+        f"{options.world} ranks on CPU; {how_measured(options)}"
     ]
     failures: list[str] = []
     notes: list[str] = []

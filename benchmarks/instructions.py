@@ -25,6 +25,7 @@ void stop(const char *label) { CALLGRIND_DUMP_STATS_AT(label); CALLGRIND_STOP_IN
 """
 LIBRARY = "HOST_OVERHEAD_REQUESTS"
 LABEL = "desc: Trigger: Client Request: "
+WARM_UPS = 4  # steps before the one that is counted
 
 
 def count_all(
@@ -87,12 +88,10 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
         raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
 
 
-def counted(
-    label: str, step: Callable[[], object], prepare: Callable[[], object], warm_ups: int = 4
-) -> None:
+def counted(label: str, step: Callable[[], object], prepare: Callable[[], object]) -> None:
     """Count the instructions of one ``step``, after some; called in the process that is counted."""
     library = ctypes.CDLL(os.environ[LIBRARY])
-    for _ in range(warm_ups):
+    for _ in range(WARM_UPS):
         step()
         prepare()
     gc.collect()

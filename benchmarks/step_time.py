@@ -1,10 +1,10 @@
 """Training step of a small GPT on real ranks: no sharding, DDP, FSDP1, FSDP2 and fsdp_compose.
 
 All sides live in the same processes, start from the same weights, see the same batches and take
-turns step by step, so that the machine's drift touches them alike: ratios are those of one round,
-and their median is shown. On a CPU each step is measured by the clock and by what its processes
-computed, which other work on the machine disturbs less. A side whose losses leave the reference's
-trains something else, and the run fails.
+turns step by step, so that the machine's drift touches them alike. Ratios beside times are those of
+the medians; in a table of their own are medians of the ratios of each round. On a CPU each step is
+measured by the clock and by what its processes computed, which other work on the machine disturbs
+less. A side whose losses leave the reference's trains something else, and the run fails.
 
 What sharding adds is a step's time above that of the plain model without communication, as a part
 of what FSDP2 adds to it.
