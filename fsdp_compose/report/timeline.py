@@ -285,7 +285,8 @@ class _Recorder:
         elif name == "reduce":
             for part in args[1]:
                 bucket = part.bucket
-                nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
+                numbers = bucket.layout.numel * (2 if bucket.stored.is_complex() else 1)
+                nbytes = numbers * bucket.dtypes.reduce.itemsize
                 self.reductions.append((unit, phase, start, nbytes))
 
     def end_compute(self, end: float) -> None:

@@ -17,6 +17,7 @@ from fsdp_compose import (
     fully_shard,
     register_comm_hook,
     simulate,
+    trace,
     trace_execution_order,
     wrap,
 )
@@ -124,3 +125,11 @@ def test_a_plan_over_replicas_alone() -> None:
         assert most == 3 * before.units[0].shard_bytes
 
     simulate(ranks, 4)
+
+
+def test_a_recording_of_complex_gradients() -> None:
+    """They are reduced as real numbers, of which each is two."""
+    model = fully_shard(nn.Linear(4, 4, bias=False, dtype=torch.complex64))
+    with trace(model) as timeline:
+        model(torch.ones(1, 4, dtype=torch.complex64)).abs().sum().backward()
+    assert [span.nbytes for span in timeline.spans if span.lane == "reduce"] == [4 * 4 * 8]
