@@ -146,6 +146,11 @@ class PlannedBucket:
         return grad != self.reduce
 
     @property
+    def widens_gradients(self) -> bool:
+        """They travel over replicas in a wider dtype than between shards."""
+        return self.converts_gradients and self.summed_itemsize > self.reduce.itemsize
+
+    @property
     def spread_bytes(self) -> int:
         """What is kept between forward and backward where the bucket is spread."""
         return 0 if self.spread is None else self.full_bytes // self.spread

@@ -316,16 +316,16 @@ class _Ledger:
                 before, self.copied = self.copied, bucket.grad_shard_bytes
                 arrived = self.copied - before
             freed = {"received": -bucket.received_bytes, "packed": -self._packed_bytes(i)}
-            summed = bucket.summed_bytes * bucket.fused
             if bucket.fused > 1:
-                sums = summed if bucket.converts_gradients else 0
+                sums = bucket.summed_bytes * bucket.fused * bucket.widens_gradients
                 senders = bucket.fused - 1 if bucket.point_to_point else 1
                 others = bucket.summed_bytes * senders
                 self.change(reduced=sums + others)
                 self.change(reduced=arrived - sums - others, **freed)
             elif bucket.converts_gradients:
-                self.change(reduced=summed)
-                self.change(reduced=arrived - summed, **freed)
+                made = bucket.grad_shard_bytes
+                self.change(reduced=made)
+                self.change(reduced=arrived - made, **freed)
             else:
                 self.change(reduced=arrived, **freed)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
+    MixedPrecision,
     Offload,
     ShardingStrategy,
     count_traffic,
@@ -133,3 +134,14 @@ def test_a_recording_of_complex_gradients() -> None:
     with trace(model) as timeline:
         model(torch.ones(1, 4, dtype=torch.complex64)).abs().sum().backward()
     assert [span.nbytes for span in timeline.spans if span.lane == "reduce"] == [4 * 4 * 8]
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_gradients_that_are_kept_in_a_narrower_dtype(replicas: int) -> None:
+    """Sums in float32 are copied to what ``.grad`` is, of half their bytes, and nothing else."""
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    precision = MixedPrecision(reduce_dtype=torch.float32)
+    strategy = ShardingStrategy.NO_SHARD if replicas > 1 else None
+    found = plan(model, world_size=4, mp_policy=precision, strategy=strategy)
+    wanted = 64 * 64 * 2 * replicas // 4
+    assert max(moment.peak.reduced for moment in found.moments) == wanted
