@@ -320,7 +320,10 @@ class _Ledger:
                 sums = bucket.summed_bytes * bucket.fused * bucket.widens_gradients
                 senders = bucket.fused - 1 if bucket.point_to_point else 1
                 others = bucket.summed_bytes * senders
-                self.change(reduced=sums + others)
+                self.change(reduced=sums)
+                if sums:  # what it was received in is free before the replicas' sums come
+                    self.change(received=freed.pop("received"))
+                self.change(reduced=others)
                 self.change(reduced=arrived - sums - others, **freed)
             elif bucket.converts_gradients:
                 made = bucket.grad_shard_bytes

@@ -66,6 +66,11 @@ CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
         {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2), "mp_policy": BF16_FP32},
         Model,
     ),
+    "hybrid optimizer, reduced in bf16": (
+        4,
+        {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 2), "mp_policy": BF16},
+        Model,
+    ),
     "hybrid optimizer over replicas alone": (
         2,
         {"strategy": S.HYBRID_SHARD_OPTIMIZER, "mesh": (2, 1)},
