@@ -33,6 +33,8 @@ for folder in (ROOT / "examples", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from fsdp_compose.comm.shared_memory import all_segments  # noqa: E402
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -171,7 +173,11 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _allocated() -> Callable[[], int] | None:
-    """A function that returns the bytes the whole process holds from malloc; None off glibc."""
+    """A function that returns the bytes that the whole process uses; None off glibc.
+
+    From malloc, and of the memory that it shares with other ranks of its host what it has put
+    something into: what is free there stays, for whichever side is next.
+    """
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
@@ -180,7 +186,8 @@ def _allocated() -> Callable[[], int] | None:
 
     def allocated() -> int:
         info = mallinfo()
-        return int(info.uordblks + info.hblkhd)
+        shared = [s.lent_bytes() + s.lent_bytes(copies=True) for s in all_segments()]
+        return int(info.uordblks + info.hblkhd) + sum(shared)
 
     return allocated
 
