@@ -124,7 +124,7 @@ class _Ledger:
         self.reducing: list[int] = []
         self.arrived: set[int] = set()  # buckets with a gradient
         self.copied = 0  # bytes of a gradient that stays while it is copied to the host
-        self.refreshed: set[int] = set()  # fused buckets gathered over replicas since the last step
+        self.refreshed: set[int] = set()  # buckets whose weight copies are of the last step
         self.step = 0
         self.now = self.peak = Peak()
         self.at = ("forward", "")  # phase and unit
@@ -135,7 +135,7 @@ class _Ledger:
         """The optimizer has stepped, and gradients were cleared."""
         self.step += 1
         self.arrived.clear()
-        self.refreshed.clear()
+        self.refreshed = {i for i in self.refreshed if not self.buckets[i].trained_numel}
         self.change(reduced=-self.now.reduced)
 
     def change(self, **amounts: int) -> None:
@@ -168,9 +168,12 @@ class _Ledger:
             self.holders[i] += is_first
             if not self.is_full[i]:
                 self.is_full[i], self.kept_in[i] = True, None
-                self.change(gathered=self._gathered_bytes(i) + self.buckets[i].staged_bytes)
-                self.change(gathered=-self.buckets[i].staged_bytes)
+                staged = self._staged_bytes(i)
+                self.change(gathered=self._gathered_bytes(i) + staged)
+                self.change(gathered=-staged)
                 self._count_gather(i)
+                if self.buckets[i].device_copy:
+                    self.refreshed.add(i)
                 if self._is_encoded(i):
                     self.is_encoded[i] = True
                     own = self.buckets[i].encoded_bytes or 0  # before it is in its place
@@ -178,6 +181,10 @@ class _Ledger:
                     self.change(encoded=-own)
                     if not self.buckets[i].point_to_point:
                         self._decode(i)  # at once, in the order of the stream
+
+    def _staged_bytes(self, i: int) -> int:
+        """What is there while a shard from the host is cast, unless there is a copy of it."""
+        return 0 if i in self.refreshed else self.buckets[i].staged_bytes
 
     def _gathered_bytes(self, i: int) -> int:
         """What gathering a bucket allocates."""

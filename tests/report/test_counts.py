@@ -145,3 +145,16 @@ def test_gradients_that_are_kept_in_a_narrower_dtype(replicas: int) -> None:
     found = plan(model, world_size=4, mp_policy=precision, strategy=strategy)
     wanted = 64 * 64 * 2 * replicas // 4
     assert max(moment.peak.reduced for moment in found.moments) == wanted
+
+
+def test_a_copy_on_the_device_is_cast_once() -> None:
+    """Backward gathers from the copies of shards that forward has made, and casts none."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    options = {"units": wrap.by_class(nn.Linear), "mp_policy": MixedPrecision(torch.bfloat16)}
+    whole, shard = 64 * 64 * 2, 64 * 64 * 4 // 8
+    for policy, cast in ((Offload(params=True), shard), (Offload(optimizer=True), 0)):
+        found = plan(model, world_size=8, offload_policy=policy, **options)
+        most = {m.phase: 0 for m in found.moments}
+        for moment in found.moments:
+            most[moment.phase] = max(most[moment.phase], moment.peak.gathered)
+        assert most == {"forward": 2 * whole + shard, "backward": 2 * whole + cast}
