@@ -171,13 +171,15 @@ def _forget_gathered(optim: Optimizer, held: set[int]) -> None:
     for key in [key for key in keys if isinstance(key, Tensor) and id(key) not in held]:
         if optim.state[key]:
             what = f", parameter {key._shard_spec.fqn!r}," if is_sharded(key) else ""
-            advice = "If it was taken out of the groups, delete its state too: state.pop(p)."
+            advice = ". If it was taken out of the groups, delete its state too: state.pop(p)."
             if not isinstance(key, nn.Parameter):
-                what = ", as module.weight inside a forward or backward, where it is gathered,"
-                advice = "Look parameters up before the forward, or by name."
+                advice = (
+                    ", as module.weight inside a forward or backward, where it is gathered. Look "
+                    "parameters up before the forward, or by name."
+                )
             raise ValueError(
                 f"optimizer state: {type(optim).__name__}.state has entries for a tensor of shape "
-                f"{tuple(key.shape)}{what} that is in none of its groups. {advice}"
+                f"{tuple(key.shape)}{what} that is in none of its groups{advice}"
             )
         del optim.state[key]
 
