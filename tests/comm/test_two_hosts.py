@@ -53,6 +53,15 @@ class Hosts:
         command = ["ip", "-n", self.names[number], *words]
         subprocess.run(command, check=True, capture_output=True)
 
+    def make(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
+        self.run(0, *"link add cable0 type veth peer name cable1 netns".split(), self.names[1])
+        for number in range(2):
+            self.run(number, *f"addr add 10.77.0.{number + 1}/24 dev cable{number}".split())
+            for device in ("lo", f"cable{number}"):
+                self.run(number, *f"link set {device} up".split())
+
     @contextmanager
     def joined(self, rank: int, world_size: int, port: int, timeout: float) -> Iterator[None]:
         """This process on a host, the first half of the ranks on the first, in a process group."""
@@ -71,16 +80,11 @@ def hosts() -> Iterator[Hosts]:
     if sys.platform != "linux" or shutil.which("ip") is None:
         pytest.skip("needs Linux and iproute2")
     made = Hosts((f"fc{os.getpid()}a", f"fc{os.getpid()}b"))
-    first = ["ip", "netns", "add", made.names[0]]
-    if subprocess.run(first, capture_output=True, check=False).returncode:
-        pytest.skip("may not make network namespaces here")
     try:
-        subprocess.run(["ip", "netns", "add", made.names[1]], check=True)
-        made.run(0, *"link add cable0 type veth peer name cable1 netns".split(), made.names[1])
-        for number in range(2):
-            made.run(number, *f"addr add 10.77.0.{number + 1}/24 dev cable{number}".split())
-            for device in ("lo", f"cable{number}"):
-                made.run(number, *f"link set {device} up".split())
+        try:
+            made.make()
+        except subprocess.CalledProcessError:
+            pytest.skip("may not make network namespaces, or cables between them, here")
         yield made
     finally:
         for name in made.names:
