@@ -281,7 +281,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
         lambda: setattr(skippable._State, "restore", lambda self: None), check_skipped,
     ),
     "hooks run on the leaf's part alone": (
-        lambda: setattr(parted_gradients, "_is_under_way", lambda unit, bucket: False),
+        lambda: setattr(parted_gradients, "_is_under_way", lambda unit, entry: False),
         check_parts_meet,
     ),
     "hooks run on the unit's part alone": (

@@ -15,6 +15,7 @@ from fsdp_compose import (
     flat_parameters,
     fully_shard,
     no_sync,
+    set_traceable,
     wrap,
 )
 from fsdp_compose.core.state import iter_units
@@ -113,6 +114,45 @@ def test_one_call_for_the_sum(order: str, is_late: bool) -> None:
                     loss_of(model, x, order).backward()
                 compare(sharded, plain, name)
             assert counts[0].calls == counts[1].calls, name
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True will create a reference cycle")
+@pytest.mark.parametrize("is_late", [False, True], ids=["hook", "post-accumulate hook"])
+def test_one_call_for_the_sum_with_a_graph(is_late: bool) -> None:
+    """Also a second derivative goes through both parts."""
+
+    def ranks(rank: int) -> None:
+        for order in ("penalty first", "penalty last", "one left out", "penalty alone"):
+            plain, sharded = seeded(Pair), shard(seeded(Pair))
+            counts = [Counted(model, is_late) for model in (plain, sharded)]
+            inputs = torch.cat([batch(0, 0), batch(0, 1)]), batch(0, rank)
+            for model, x in zip((plain, sharded), inputs, strict=True):
+                if is_late:
+                    loss_of(model, x, order).backward(create_graph=True)
+                    continue
+                loss_of(model, x, order).backward(create_graph=True)
+                grads: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+                torch.stack([grad.square().sum() for grad in grads]).sum().backward()
+            compare(sharded, plain, order)
+            assert counts[0].calls == counts[1].calls, order
+
+    simulate_ranks(ranks)
+
+
+def test_one_call_for_the_sum_over_a_compiled_graph() -> None:
+    def ranks(rank: int) -> None:
+        for order in ("penalty first", "penalty last"):
+            plain, sharded = seeded(Pair), shard(seeded(Pair))
+            set_traceable(sharded)
+            counts = [Counted(model, is_late=False) for model in (plain, sharded)]
+            compiled = torch.compile(sharded, backend="aot_eager")
+            for seed in range(2):
+                loss_of(plain, torch.cat([batch(seed, 0), batch(seed, 1)]), order).backward()
+                loss_of(compiled, batch(seed, rank), order).backward()
+            compare(sharded, plain, order)
+            assert counts[0].calls == counts[1].calls, order
 
     simulate_ranks(ranks)
 

@@ -49,20 +49,33 @@ def meet_unit(func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
             total = tag((hooks.held + grad).to(grad.dtype), entry.spec)
         hooks.held = None
         return total
-    if torch.is_grad_enabled() or not _is_under_way(unit, bucket):
+    if not _is_under_way(unit, entry):
         return grad
     _hold(unit.engine, entry, grad)
     return None
 
 
-def _is_under_way(unit: Unit, bucket: Bucket) -> bool:
+def _is_under_way(unit: Unit, entry: Entry) -> bool:
     """Whether this backward brings a gradient from the unit's forward that was not set yet."""
-    engine = unit.engine
-    if not unit.switches.sync or len(engine.tasks) > 1:
+    engine, bucket = unit.engine, owner_of(entry)
+    if len(engine.tasks) > 1:
         return False
+    if torch.is_grad_enabled():  # with a graph, it is set as the backward ends
+        return any(entry in task.results for task in engine.tasks.values()) or brings_more(
+            unit, bucket
+        )
+    if not unit.switches.sync:
+        return False
+    if any(_is_compiled(user) for user in (unit, *bucket.users.borrowers)):
+        return True
     begun = [*engine.reductions, *(landing.reduction for landing in engine.landing)]
     is_begun = bucket.arriving.packed or any(reduction.bucket is bucket for reduction in begun)
     return bool(engine.tasks and is_begun) or brings_more(unit, bucket)
+
+
+def _is_compiled(unit: Unit) -> bool:
+    """Whether a compiled graph over the unit is a part of this backward."""
+    return unit.traced is not None and will_accumulate(unit.traced.anchor)
 
 
 def meet_leaves(
@@ -94,13 +107,19 @@ def _hold(engine: Engine, entry: Entry, grad: Tensor) -> None:
     engine.held.append(entry)
 
 
-def take_held(engine: Engine) -> dict[Entry, Tensor]:
-    """Parts whose other part did not come, as the outermost backward ends."""
+def add_held(engine: Engine, results: dict[Entry, Tensor]) -> dict[Entry, Tensor]:
+    """``results`` and, as the outermost backward ends, what is held, alone where nothing came."""
     if engine.tasks:
-        return {}
+        return results
     held = {entry: entry.spec.hooks.held for entry in engine.held}
     forget_held(engine)
-    return {entry: grad for entry, grad in held.items() if grad is not None}
+    total = dict(results)
+    with raw():
+        for entry, grad in held.items():
+            if grad is not None:
+                known = total.get(entry)
+                total[entry] = grad if known is None else (known + grad).to(known.dtype)
+    return total
 
 
 def forget_held(engine: Engine) -> None:
