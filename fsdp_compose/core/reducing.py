@@ -34,7 +34,7 @@ from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
 from fsdp_compose.core.guards.added_gradients import note_added
 from fsdp_compose.core.guards.compared_reductions import note_reduction
 from fsdp_compose.core.guards.inner_gradients import carry_gradients, show_stand_ins
-from fsdp_compose.core.guards.parted_gradients import meet_leaves
+from fsdp_compose.core.guards.parted_gradients import meet_leaves, tell_reduced
 from fsdp_compose.core.guards.scope_parameters import at_rest
 from fsdp_compose.core.guards.used_parameters import unite_early
 from fsdp_compose.core.state import Engine, Landing, Reduction, unit_of
@@ -306,6 +306,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         flags = [used.bits >> i & 1 for i in range(used.count)]
         entries, params = list(compress(entries, flags)), list(compress(params, flags))
         grads = list(compress(grads, flags))
+    reduced = entries
     with raw():
         if is_hooked:
             entries, params, grads = meet_leaves(unit, entries, grads)
@@ -316,10 +317,8 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         mirror.settle(flat)
     if is_hooked:
         _run_accumulated_hooks(entries)
-    hooks = unit.post_reduce_hooks
-    for reduced in tuple(hooks.values()) if hooks and entries else ():
-        with at_rest(entries):
-            reduced(unit.modules[0](), [entry.held for entry in entries])
+    if unit.post_reduce_hooks and reduced:
+        tell_reduced(unit, reduced)
     if mirror is not None:
         mirror.settle()  # a hook may have stepped an optimizer and cleared its gradients
     if unit.run.calls:

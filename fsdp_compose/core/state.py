@@ -328,6 +328,7 @@ class Task:
     """Readers of graphs over earlier backwards that it was the last to run; see ``Graphs``."""
     results: dict[Entry, torch.Tensor] = field(default_factory=dict)
     """Gradients with a graph over them, for ``.grad`` at its end (create_graph)."""
+    late: list[tuple[Unit, list[Entry]]] = field(default_factory=list)  # for post-reduce hooks
 
     @property
     def alive(self) -> bool:

@@ -15,6 +15,7 @@ from fsdp_compose import (
     flat_parameters,
     fully_shard,
     no_sync,
+    register_post_reduce_hook,
     set_traceable,
     wrap,
 )
@@ -153,6 +154,33 @@ def test_one_call_for_the_sum_over_a_compiled_graph() -> None:
                 loss_of(compiled, batch(seed, rank), order).backward()
             compare(sharded, plain, order)
             assert counts[0].calls == counts[1].calls, order
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True will create a reference cycle")
+@pytest.mark.parametrize("with_graph", [False, True], ids=["no graph", "graph"])
+@pytest.mark.parametrize("order", ["penalty first", "penalty last"])
+def test_post_reduce_hooks_see_the_sum_once(order: str, with_graph: bool) -> None:
+    def ranks(rank: int) -> None:
+        for is_hooked in (False, True):
+            plain, sharded = seeded(Pair), shard(seeded(Pair))
+            seen: list[tuple[Any, Tensor]] = []
+
+            def note(_: nn.Module, params: list[Any], seen: list[Any] = seen) -> None:
+                seen.extend((p, p.grad.full_tensor().detach()) for p in params)
+
+            register_post_reduce_hook(sharded, note)
+            inputs = torch.cat([batch(0, 0), batch(0, 1)]), batch(0, rank)
+            for model, x in zip((plain, sharded), inputs, strict=True):
+                if is_hooked:
+                    Counted(model, is_late=False)
+                loss_of(model, x, order).backward(create_graph=with_graph)
+            assert len(seen) == 4
+            by_param = dict(seen)
+            for param, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
+                assert wanted.grad is not None
+                torch.testing.assert_close(by_param[param], wanted.grad.detach())
 
     simulate_ranks(ranks)
 

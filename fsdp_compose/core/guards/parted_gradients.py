@@ -3,7 +3,7 @@
 One part is the unit's, which the engine reduces and sets. Another comes to the leaf itself, and
 autograd accumulates it, where the loss reads the parameter outside of its unit's forward, as a
 penalty on weights does. Of a parameter with hooks the part that is there first is held until the
-other comes, or, if that never does, until the backward ends.
+other comes, or, if that never does, until the backward ends. So do post-reduce hooks of a unit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fsdp_compose.base.torch_private import graph_task_id, node_will_run, raw, will_accumulate
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
-from fsdp_compose.core.state import Engine, Unit, owner_of, unit_of
+from fsdp_compose.core.guards.scope_parameters import at_rest
+from fsdp_compose.core.state import Engine, Task, Unit, owner_of, unit_of
 from fsdp_compose.sharded import run_hooks_and_copy, tag
 
 
@@ -86,7 +87,7 @@ def meet_leaves(
     Returns what is to be added to ``.grad`` now, with entries and parameters: not what waits for a
     part at its leaf.
     """
-    task, may_wait = graph_task_id(), len(unit.engine.tasks) == 1 and not unit.post_reduce_hooks
+    task, may_wait = graph_task_id(), len(unit.engine.tasks) == 1
     now: list[Entry] = []
     found: list[Tensor] = []
     for entry, grad in zip(entries, grads, strict=True):
@@ -107,19 +108,47 @@ def _hold(engine: Engine, entry: Entry, grad: Tensor) -> None:
     engine.held.append(entry)
 
 
-def add_held(engine: Engine, results: dict[Entry, Tensor]) -> dict[Entry, Tensor]:
-    """``results`` and, as the outermost backward ends, what is held, alone where nothing came."""
-    if engine.tasks:
-        return results
-    held = {entry: entry.spec.hooks.held for entry in engine.held}
-    forget_held(engine)
-    total = dict(results)
-    with raw():
-        for entry, grad in held.items():
-            if grad is not None:
-                known = total.get(entry)
-                total[entry] = grad if known is None else (known + grad).to(known.dtype)
+def add_held(engine: Engine, task: Task) -> dict[Entry, Tensor]:
+    """Gradients to set as ``task`` ends: those with a graph, and what is held where it is the last.
+
+    What is held stands alone where the other part did not come.
+    """
+    total = dict(task.results)
+    if not engine.tasks:
+        held = {entry: entry.spec.hooks.held for entry in engine.held}
+        forget_held(engine)
+        with raw():
+            for entry, grad in held.items():
+                if grad is not None:
+                    known = total.get(entry)
+                    total[entry] = grad if known is None else (known + grad).to(known.dtype)
+    set_now: dict[Bucket, list[Entry]] = {}
+    for entry in task.results:
+        set_now.setdefault(owner_of(entry), []).append(entry)
+    task.late += [(unit_of(bucket), entries) for bucket, entries in set_now.items()]
     return total
+
+
+def tell_reduced(unit: Unit, entries: list[Entry]) -> None:
+    """Call the unit's post-reduce hooks, or have the backward call them as it ends.
+
+    That is where a part of a gradient comes to its leaf, before or after.
+    """
+    task = unit.engine.tasks.get(graph_task_id())
+    with raw():
+        if task is not None and any(will_accumulate(entry.param) for entry in entries):
+            task.late.append((unit, entries))
+            return
+    for hook in tuple(unit.post_reduce_hooks.values()):
+        with at_rest(entries):
+            hook(unit.modules[0](), [entry.held for entry in entries])
+
+
+def tell_late(task: Task) -> None:
+    """Call the post-reduce hooks that waited for the end of the backward."""
+    late, task.late = task.late, []
+    for unit, entries in late:
+        tell_reduced(unit, entries)
 
 
 def forget_held(engine: Engine) -> None:
