@@ -412,7 +412,7 @@ def sum_replicas(
     A tree takes a reduce-scatter and a gather, of the same bytes, in place of an all-reduce.
     """
     if not in_tree or group.pg is None:
-        return all_reduce(tensor, group, caller=caller, flags=flags)
+        return all_reduce(tensor, group, caller=caller, flags=flags, purpose=purpose)
     width = -(-tensor.numel() // group.size)
     whole = tensor.new_zeros(width * group.size)
     whole[: tensor.numel()] = tensor

@@ -71,11 +71,24 @@ def train(options: dict[str, Any], is_hybrid: bool) -> tuple[list[Tensor], tuple
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     for seed in range(3):
         here.traffic.reset()
-        model(data(0, seed)).square().mean().backward()
+        model(data(seed, dist.get_rank())).square().mean().backward()
         optim.step()
         optim.zero_grad()
     moved = here.traffic.gather_bytes, here.traffic.reduce_bytes
     return [p.full_tensor() for p in model.parameters()], moved
+
+
+def test_sums_over_replicas_say_which_unit_they_are_of() -> None:
+    purposes: list[str] = []
+
+    def all_reduce(tensor: Tensor, op: Any, call: Call) -> None:
+        purposes.append(call.purpose)
+
+    noting = replace(AT_ONCE, all_reduce=all_reduce)
+    with fake_world(2):
+        model = fully_shard(seeded(Tower), strategy=ShardingStrategy.NO_SHARD, transport=noting)
+        model(data(0, 0)).sum().backward()
+    assert "reduce gradients of unit 'Tower' over the replicas" in purposes, purposes
 
 
 @pytest.mark.parametrize("way", WAYS)
