@@ -6,6 +6,7 @@ import inspect
 import re
 from numbers import Real
 from os import PathLike, fsdecode
+from os.path import expanduser
 from typing import Any, cast
 
 import torch
@@ -48,13 +49,19 @@ def check_path(where: str, path: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        ValueError: it is empty, which would be the working directory, or a URL, which would be a
-            folder in it.
+        ValueError: it is empty, which would be the working directory; or a URL or one from the
+            home, which would be a folder in it.
     """
     check_kind(where, "path", path, (str, PathLike), "a path")
     if path == "":
         raise ValueError(f"{where}: path is ''; wanted a path, or '.' for the working directory.")
-    if _URL.match(fsdecode(cast("str | PathLike[str]", path))):
+    text = fsdecode(cast("str | PathLike[str]", path))
+    if (home := expanduser(text)) != text:
+        raise ValueError(
+            f"{where}: path is {str(path)!r}, and only a shell knows what '~' is; wanted {home!r}, "
+            "such as os.path.expanduser gives, or './' in front for a folder of that name."
+        )
+    if _URL.match(text):
         raise ValueError(
             f"{where}: path is {str(path)!r}, a URL; wanted a path in a file system. Mount what it "
             "names, or copy to or from a local folder; './' in front makes it a local one."

@@ -87,6 +87,8 @@ WRONG = [
       for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)),
     *(Wrong(lambda m, p=p: fc.save_checkpoint(p, m), ValueError, "a URL; wanted a path in a file")
       for p in ("s3://bucket/run", "hf://a", Path("gs://bucket/run"))),
+    *(Wrong(lambda m, f=f, p=p: f(p, m), ValueError, "only a shell knows what '~' is; wanted '/")
+      for f in (fc.save_checkpoint, fc.load_full) for p in ("~/run", Path("~"))),
     *(Wrong(lambda m, f=f, v=v: f("never", m, timeout=v), kind, f"timeout is {v!r}; wanted seconds")
       for f in (fc.save_checkpoint, fc.load_checkpoint, fc.save_full, fc.load_full)
       for v, kind in (("x", TypeError), (-1, ValueError), (0, ValueError))),
