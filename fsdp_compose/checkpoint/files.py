@@ -167,10 +167,7 @@ class CommittingWriter(FileSystemWriter):
         with committing(self.root):
             wanted = {result.storage_data.relative_path for of_rank in plain for result in of_rank}
             if lost := sorted(name for name in wanted if not (self.root / name).is_file()):
-                raise RuntimeError(
-                    f"another save to {self.root}, which ended meanwhile, removed {lost[0]}. Save "
-                    "from one job at a time"
-                )
+                raise RuntimeError(describe_lost(self.root, lost, len(wanted)))
             os.replace(prepared, self.root / METADATA)  # the commit: metadata takes its place
             sync_folder(self.root)
             self._remove_others()
@@ -189,6 +186,19 @@ class CommittingWriter(FileSystemWriter):
         with contextlib.suppress(OSError, RuntimeError), committing(self.root):
             if not _refers_to(self.root, self.folder.name):
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def describe_lost(root: Path, lost: Sequence[str], count: int) -> str:
+    """Say why files are not there that ranks have written; a save removes all of another's."""
+    if len(lost) < count:
+        return (
+            f"the rank that commits does not see {lost[0]}, which another rank wrote there. Save "
+            "to a file system that all ranks see"
+        )
+    return (
+        f"another save to {root}, which ended meanwhile, removed {lost[0]}. Save from one job at a "
+        "time"
+    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ def test_refusals_are_runtime_errors_on_every_rank(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="was not saved") as raised:
                 fc.save_full(place, model)
             texts.append(str(raised.value))
+        is_file = Path.is_file
+        with pytest.MonkeyPatch.context() as patch:  # each rank sees a folder of its own there
+            other = ("__1_0", "model-00002") if rank == 0 else ()
+            patch.setattr(Path, "is_file", lambda f: not f.name.startswith(other) and is_file(f))
+            for save in (fc.save_checkpoint, partial(fc.save_full, max_file_bytes=8)):
+                with pytest.raises(RuntimeError, match="a file system that all ranks see"):
+                    save(tmp_path / "own", model)
         if rank == 1:
             gone = tmp_path / "gone"
             gone.mkdir()

@@ -28,6 +28,7 @@ import torch
 from fsdp_compose.checkpoint.files import (
     Sum,
     committing,
+    describe_lost,
     json_of,
     sync_folder,
     tidying,
@@ -71,14 +72,12 @@ class Export:
             sums: of every file, by its planned name.
 
         Raises:
-            RuntimeError: another save to this folder has removed them.
+            RuntimeError: another save to this folder has removed them, or they are elsewhere.
         """
         with committing(self.root):
             if lost := [f.name for f in self.files if not self.temporary(f).is_file()]:
-                raise RuntimeError(
-                    f"{self.root}: was not saved: another save to it, which ended meanwhile, "
-                    f"removed {lost[0]}. Save from one job at a time."
-                )
+                why = describe_lost(self.root, lost, len(self.files))
+                raise RuntimeError(f"{self.root}: was not saved: {why}.")
             if len(self.files) == 1:
                 self._commit_single(sums[self.files[0].name])
             else:
