@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,39 @@ def test_a_parameter_of_two_optimizers_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "both").exists()
 
     simulate_ranks(body)
+
+
+class Counting(torch.optim.SGD):
+    """SGD that counts its steps outside of state and groups."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+
+
+def test_what_two_optimizers_keep_beside_state(tmp_path: Path) -> None:
+    """It is by no parameter: two that are alike are saved, and two that differ have no room."""
+    model = fc.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    both = [Counting(layer.parameters()) for layer in model]
+    model(torch.ones(1, 2)).sum().backward()
+    for optim in both:
+        optim.step()
+    fc.save_checkpoint(tmp_path, model, both)
+    both[0].step()
+    for save in (fc.optim_state_dict, partial(fc.save_checkpoint, tmp_path)):
+        with pytest.raises(TypeError, match=r"'count', beside .* is 2 of one .* and 1 of another"):
+            save(model, both)
+    fc.load_checkpoint(tmp_path, model, both)
+    assert [optim.count for optim in both] == [1, 1]
 
 
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])

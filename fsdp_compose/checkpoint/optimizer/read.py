@@ -35,6 +35,7 @@ from fsdp_compose.checkpoint.optimizer.nested import (
     is_name,
     map_tensors,
     unflatten,
+    write_exactly,
 )
 from fsdp_compose.checkpoint.optimizer.shapes import (
     OwnedState,
@@ -239,8 +240,19 @@ def _collect(holdings: list[_Holding]) -> Found:
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             found.result["param_groups"].append({**hyper, "params": names})
         extra = {k: v for k, v in holding.plain.items() if k not in ("state", "param_groups")}
+        _check_alone(extra, found.result)
         found.result.update(extra)
     return found
+
+
+def _check_alone(extra: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    for key, value in extra.items():
+        if write_exactly(before.get(key, value)) != write_exactly(value):
+            raise TypeError(
+                f"optimizer state: {key!r}, beside 'state' and 'param_groups', is {before[key]!r} "
+                f"of one optimizer and {value!r} of another, and there is room for one. Save and "
+                "load each of the two with a call of its own, in a folder of its own."
+            )
 
 
 def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
