@@ -8,6 +8,7 @@ says what else. A save is one commit; a load checks every file and every name be
 from __future__ import annotations
 
 import io
+import logging
 import os
 import uuid
 import warnings
@@ -36,7 +37,7 @@ from fsdp_compose.checkpoint.contents import (
 )
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
 from fsdp_compose.checkpoint.metadata import manifests, read_metadata, unless_replaced, verify
-from fsdp_compose.checkpoint.model import state_dict, write
+from fsdp_compose.checkpoint.model import IncompatibleKeys, state_dict, write
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,
@@ -65,13 +66,14 @@ from fsdp_compose.checkpoint.saving import Saving, start_saving
 from fsdp_compose.checkpoint.source import Source
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
-from fsdp_compose.construct.names import clean_name
+from fsdp_compose.construct.names import clean_name, list_names
 from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
+_logger = logging.getLogger("fsdp_compose")
 PathLike = str | os.PathLike[str]
 
 
@@ -252,8 +254,8 @@ def load_checkpoint(
     Args:
         path: the folder; each rank may have a copy of its own.
         optim: one optimizer or several; None leaves optimizer state alone.
-        strict: raise for names that the checkpoint lacks or the module does not have; those of
-            optimizer state must fit anyway.
+        strict: raise for names that the checkpoint lacks or the module does not have, which are
+            logged otherwise; those of optimizer state must fit anyway.
         verify_files: read every file once more and compare checksums, each rank a share.
         process_group, timeout: as for ``save_checkpoint``.
 
@@ -314,7 +316,7 @@ def _load(
     contents = contents_to_load(module)
     with SharedErrors(group), unless_replaced(root, total):
         source = Source(root, metadata)
-        staged, unknown = _request_model(source, contents, strict, stages)
+        staged, unknown, left_out = _request_model(source, contents, strict, stages)
         targets = None if optim is None else list_members(module, optim)
         given = {} if targets is None else _request_optim(source, module, targets, stages)
         known = [found.world_size for found in manifests(root) if found.metadata == total]
@@ -332,7 +334,10 @@ def _load(
             if targets is not None:
                 write_optim(targets, given)
         with SharedErrors(group):
-            write(contents, values, {name: source.values[k] for name, k in unknown.items()}, strict)
+            others = {name: source.values[key] for name, key in unknown.items()}
+            left_out = write(contents, values, others, left_out, strict)
+    if stages.is_first and any(left_out):
+        _logger.warning("%s", _describe_left_out(root, left_out))
     problem = _restore_hooks(module, source, remembered)
     if problem is not None:
         warnings.warn(f"{root}: {problem}", stacklevel=3)
@@ -357,8 +362,10 @@ def _restore_hooks(module: nn.Module, source: Source, remembered: Any) -> str | 
 
 def _request_model(
     source: Source, contents: Contents, strict: bool, stages: Stages
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Request what fits the module; give keys by name, and those of names it does not have.
+) -> tuple[dict[str, str], dict[str, str], IncompatibleKeys]:
+    """Request what fits the module.
+
+    Gives keys by name, those of names it does not have, and the names that are left out.
 
     Raises:
         RuntimeError: names or shapes do not fit.
@@ -373,7 +380,21 @@ def _request_model(
     for name in chosen.unknown:
         source.want(keys[name], None)
     known = {name: keys[stored] for name, stored in chosen.sources.items()}
-    return known, {name: keys[name] for name in chosen.unknown}
+    return known, {name: keys[name] for name in chosen.unknown}, chosen.left_out
+
+
+def _describe_left_out(root: Path, left_out: IncompatibleKeys) -> str:
+    """Say what ``strict=False`` left as it is, as ``load_checkpoint`` returns something else."""
+    missing, unexpected = left_out
+    parts = [
+        f"{what}: {list_names(names, others)}"
+        for what, names, others in (
+            ("names that it lacks, which are as they were", missing, unexpected),
+            ("names that the module does not have, which were left out", unexpected, ()),
+        )
+        if names
+    ]
+    return f"{root}: loaded with strict=False; {'; '.join(parts)}."
 
 
 def _request_optim(

@@ -368,9 +368,10 @@ def _load(
                 read[source] = read_for(stored[source], contents.values[name])
         values = {name: read[source] for name, source in chosen.sources.items()}
         unknown = {name: stored[name].read_all() for name in chosen.unknown}
+    left_out = chosen.left_out
     with SharedErrors(group):
-        write(contents, values, unknown, strict)
-    return chosen.left_out
+        left_out = write(contents, values, unknown, left_out, strict)
+    return left_out
 
 
 def read_for(stored: Stored, current: Any) -> Tensor:

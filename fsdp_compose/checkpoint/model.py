@@ -245,26 +245,31 @@ def load_state_dict(
     problem = matched.problem or find_unreadable(matched, contents.values)
     raise_on_all(problem, groups, matched.facts, "load_state_dict")
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
+    left_out = IncompatibleKeys(matched.missing, matched.unexpected)
     with SharedErrors(*groups, what="load_state_dict"):
-        found = write(contents, matched.values, extra if custom else {}, strict, versions)
+        left_out = write(
+            contents, matched.values, extra if custom else {}, left_out, strict, versions
+        )
         if matched.local is not None:
             local.write_local(module, matched.local)
-    return found if custom else IncompatibleKeys(matched.missing, matched.unexpected)
+    return left_out
 
 
 def write(
     contents: Contents,
     values: Mapping[str, Any],
     extra: Mapping[str, Any],
+    left_out: IncompatibleKeys,
     strict: bool,
     versions: Any = None,
 ) -> IncompatibleKeys:
     """Write checked values into the module, through its own ``load_state_dict``.
 
-    Returns what that left out.
+    Returns ``left_out``, or what torch says where hooks of the user's may know other names.
 
     Args:
         extra: entries the module has no place for, which a hook of the user's may know.
+        left_out: the names that are missing or unexpected without such hooks.
         strict: raise for names that are left over once such hooks have run; where the module has
             none, they were compared before.
         versions: the ``_metadata`` that came with the values, if any.
@@ -280,7 +285,7 @@ def write(
     if versions is not None:
         native._metadata = _name_versions(contents.module, versions)  # type: ignore[attr-defined]
     module = contents.module
-    compare = strict and changes_keys_on_load(module)
+    compare = strict and not cut
     with without_our_hooks():
         try:
             missing, unexpected = module.load_state_dict(native, strict=compare)
@@ -293,6 +298,8 @@ def write(
                 "Pass strict=False to leave out what does not fit."
             ) from error
     forget_records(units_holding(module))
+    if cut:
+        return left_out
     clean = name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,32 @@ def test_strict_holds_beside_load_hooks(tmp_path: Path, name: str, saved_new: bo
 
     for world in (1, 2):
         simulate_ranks(run, world)
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_what_a_load_left_out_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, has_hook: bool
+) -> None:
+    """By what it returns, or in the log; without the names that a load hook knew."""
+    saved = nn.Sequential(OrderedDict(old=nn.Linear(2, 2), gone=nn.Linear(2, 2)))
+    model = nn.Sequential(OrderedDict(kept=nn.Linear(2, 2), new=nn.Linear(2, 2)))
+    save_both(tmp_path, saved)
+
+    def take_old(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in [key for key in state if key.startswith("old.")]:
+            state[key.replace("old.", "new.")] = state.pop(key)
+
+    if has_hook:
+        model.register_load_state_dict_pre_hook(take_old)
+    found = LOADS[name](tmp_path, fc.fully_shard(model), strict=False)
+    told = str([record.args for record in caplog.records if record.name == "fsdp_compose"])
+    told = told if found is None else str(found)
+    for part, is_told in (("kept", True), ("gone", True), ("old", not has_hook)):
+        assert (f"{part}.weight" in told) is is_told, told
+    caplog.clear()
+    LOADS[name](tmp_path, saved, strict=False)
+    assert "fsdp_compose" not in [record.name for record in caplog.records]
 
 
 def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
