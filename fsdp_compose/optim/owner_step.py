@@ -7,6 +7,7 @@ blocks and their scales. Replicas each do the work on equal gradients, so they s
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
@@ -267,6 +268,8 @@ class OwnerOptimizer(Optimizer):
                 "load_checkpoint or load_optim_state_dict."
             )
         self.optimizer.load_state_dict({**state_dict, "state": kept})
+        self.state = defaultdict(dict)  # others, as torch makes: a load that fails puts them back
+        self.param_groups = [{**group} for group in self.param_groups]
         self._take_back()
 
     def _hand_over(self) -> None:

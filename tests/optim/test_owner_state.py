@@ -292,3 +292,30 @@ def test_state_after_undo_is_refused() -> None:
         assert found["state"].keys() == wanted["state"].keys()
 
     run_ranks(ranks, 2)
+
+
+def test_a_load_that_fails_leaves_owners_as_they_were() -> None:
+    """The owners had loaded when the optimizer beside them failed; a rate was set since a step."""
+    model = fc.fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    first = fc.owner_step(model[0].parameters(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    second = torch.optim.AdamW(model[1].parameters())
+
+    def train() -> None:
+        gradients(model, 1)
+        first.step()
+        second.step()
+
+    train()
+    saved = fc.optim_state_dict(model, [first, second])
+    train()
+    first.param_groups[0]["lr"] = 0.5
+    twin, other = copy.deepcopy((model, first))
+    hook = second.register_load_state_dict_post_hook(lambda optim: {}["no room"])
+    with pytest.raises(RuntimeError, match="AdamW cannot read the state that was to be loaded"):
+        fc.load_optim_state_dict(model, [first, second], saved)
+    hook.remove()
+    assert first.param_groups[0]["lr"] == 0.5
+    for each, optim in ((model, first), (twin, other)):
+        gradients(each, 2)
+        optim.step()
+    assert torch.equal(whole(model[0].weight), whole(twin[0].weight))

@@ -64,11 +64,13 @@ class Part:
 @contextlib.contextmanager
 def unchanged_by_errors(targets: Targets) -> Iterator[None]:
     """Scope that all ranks leave alike: by an error the optimizers are as they were before it."""
-    before = [(optim, optim.state, optim.param_groups) for optim, _ in targets]
+    optims = [optim for optim, _ in targets]
+    optims += [optim.optimizer for optim in optims if isinstance(optim, OwnerOptimizer)]
+    before = [(optim, optim.state, optim.param_groups) for optim in optims]
     try:
         yield
     except BaseException:
-        for optim, state, groups in before:  # torch's load_state_dict makes others of both
+        for optim, state, groups in before:  # load_state_dict makes others of both
             optim.state, optim.param_groups = state, groups
         raise
 
