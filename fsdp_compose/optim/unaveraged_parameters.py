@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +25,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.base.tracked import find_tracked, tracked_kinds
 from fsdp_compose.base.wording import quote_names
+from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import UNAVERAGED, look_again
@@ -75,12 +77,13 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
 def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
     """Raise for gradients that nothing averages; True if every plain parameter was looked at."""
     params = [leaf_of(param) for param in params]  # those shown in full are sharded too
-    unit = next((name for param in params if (name := _unit_over_ranks(param))), None)
-    plain = _list_plain(params) if unit is not None else []
+    bucket = next((found for param in params if (found := _bucket_over_ranks(param))), None)
+    plain = [] if bucket is None else _list_plain(params, bucket)
     ready = [param for param in plain if param.grad is not None]
     unknown = [param for param in ready if _AVERAGED not in param.__dict__]
     names = [name for name in _find_names(unknown) if name] if unknown else []
-    if names:
+    if names and bucket is not None:
+        unit = bucket.entries[0].spec.unit or "the model"
         raise RuntimeError(
             f"{caller}: beside parameters of unit {unit!r}, which are sharded, it {verb} "
             f"parameters that are in no unit: {quote_names(names)}. {UNAVERAGED} Call "
@@ -93,20 +96,22 @@ def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -
     return len(ready) == len(plain)
 
 
-def _unit_over_ranks(param: nn.Parameter) -> str | None:
-    """Name of the unit, if the parameter is sharded over several ranks."""
+def _bucket_over_ranks(param: nn.Parameter) -> Bucket | None:
+    """The parameter's bucket, if it is sharded over several ranks."""
     source = source_of(param)
     bucket = None if source is None else source.bucket()
     if is_sharded_parameter(param):
         entry = entry_of(param)
         bucket = None if entry is None else owner_of(entry)
-    if bucket is None or bucket.mesh.size == 1:
-        return None
-    return bucket.entries[0].spec.unit or "the model"
+    return None if bucket is None or bucket.mesh.size == 1 else bucket
 
 
-def _list_plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The trained parameters that are neither sharded nor ignored; DTensors have their own mesh."""
+def _list_plain(params: Sequence[torch.Tensor], bucket: Bucket) -> list[torch.Tensor]:
+    """The trained parameters that are neither sharded nor ignored.
+
+    Nor DTensors, unless their mesh has none of the ranks that ``bucket`` is averaged over.
+    """
+    others = {rank for group in bucket.mesh.groups for rank in group.ranks} - {dist.get_rank()}
     ignored: set[int] = set()
     for engine in here.engines.values():
         for unit in engine.units:
@@ -119,10 +124,15 @@ def _list_plain(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for param in params
         if param.requires_grad
         and id(param) not in ignored
-        and not isinstance(param, DTensor)
+        and not (isinstance(param, DTensor) and not others.isdisjoint(_ranks_of(param)))
         and not is_sharded_parameter(param)
         and source_of(param) is None
     ]
+
+
+def _ranks_of(param: DTensor) -> list[int]:
+    ranks: list[int] = param.device_mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def _find_names(params: list[torch.Tensor]) -> Iterator[str | None]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_compose as fc
 from fsdp_compose import fully_shard
@@ -128,6 +129,30 @@ def torch_in_two_calls(params: list[torch.Tensor], norm: float, **options: objec
     grads = [p.grad for p in params if p.grad is not None]
     total = nn.utils.get_total_norm(grads)
     nn.utils.clip_grads_with_norm_(params, norm, total)
+
+
+def test_parts_that_only_tensor_parallelism_split() -> None:
+    """Nothing averages them over the ranks of the units; what is cut over those, its maker does."""
+    wanted = r"Linear\.weight of shape \(6, 6\)"
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for name in ("tp", "dp"):
+            head = seeded(lambda: nn.Linear(6, 6))
+            parallelize_module(head, mesh[name], ColwiseParallel())
+            block = fully_shard(seeded(Block), mesh=mesh["dp"])
+            optim = sgd([*block.parameters(), *head.parameters()])
+            head(block(data(0, rank // 2))).sum().backward()
+            if name == "dp":
+                fc.clip_grad_norm_([*block.parameters(), *head.parameters()], 0.01)
+                optim.step()
+                continue
+            with pytest.raises(RuntimeError, match=r"clip_grad_norm_: .*" + wanted):
+                fc.clip_grad_norm_([*block.parameters(), *head.parameters()], 0.01)
+            with pytest.raises(RuntimeError, match=r"SGD\.step\(\): .*" + wanted):
+                optim.step()
+
+    simulate_ranks(ranks, 4)
 
 
 CLIPS = {
