@@ -208,7 +208,9 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
         if all(map(is_, noted[0], grads)):
             return known
     if set(map(type, params)) != {ShardedParameter}:
-        check_clipped(params)
+        if _CHECKED not in clipping.notes:
+            check_clipped(params)
+            clipping.notes[_CHECKED] = True
         return None
     if grads is None:
         return None
@@ -229,3 +231,5 @@ def _find_clipped(grads: Any) -> list[Gradient] | None:
 
 _NOTE = "fsdp_compose_clipped"
 """The gradients whose norm was taken and how they were joined, for their multiplication."""
+_CHECKED = "fsdp_compose_checked"
+"""Noted where gradients beside sharded ones were looked at: it is asked for each gradient."""

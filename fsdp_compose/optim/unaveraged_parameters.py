@@ -8,7 +8,7 @@ which comes before, is an error too: the norm would differ between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from fsdp_compose.base.tracked import find_tracked, tracked_kinds
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import entry_of
+from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import UNAVERAGED, look_again
 from fsdp_compose.core.state import owner_of
@@ -68,10 +69,33 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
     """Raise when gradients that nothing averages are to be clipped together with sharded ones.
 
     Raises:
-        RuntimeError: naming them.
+        RuntimeError: naming them; or, on gloo, those that something was said to average differ.
     """
     if set(map(type, params)) != {ShardedParameter}:
         _check_params(params, "clip_grad_norm_", "clips", "a call")
+        _compare_plain([leaf_of(param) for param in params])
+
+
+def _compare_plain(params: Sequence[Any]) -> None:
+    """Raise where gradients that no unit has differ: by their norm each rank scales its slices."""
+    grads = [param.grad for param in params if _is_plain(param) and param.grad is not None]
+    norms = [torch.linalg.vector_norm(g) for g in grads if g.layout is torch.strided]
+    sharded = filter(None, map(_bucket_over_ranks, params)) if norms else ()
+    widest = max(sharded, key=lambda bucket: bucket.mesh.size, default=None)
+    for group in () if widest is None else widest.mesh.groups:
+        if compares(norms[0], group):
+            norm = torch.stack([norm.cpu().double() for norm in norms]).norm()
+            what = f"take a norm with gradients of no unit, whose own norm is {norm.item():.4g}"
+            reduce_alike(torch.zeros(1, device="cpu"), group, "sum", what, _ALIKE)
+
+
+_ALIKE = (
+    "Parameters that are sharded would be scaled by another number on each rank. Average the "
+    "gradients of those in no unit (ignored=) over the ranks first, or clip them in a call of "
+    "their own. If they are experts, which other ranks have not, make them units in place of that: "
+    'fully_shard(experts, mesh="self"), set_gradient_divide_factor(experts, ranks), and pass '
+    "clip_grad_norm_ expert_mesh=."
+)
 
 
 def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -> bool:
@@ -119,20 +143,16 @@ def _list_plain(params: Sequence[torch.Tensor], bucket: Bucket) -> list[torch.Te
                 item = ref()
                 found = item.parameters() if isinstance(item, nn.Module) else [item]
                 ignored.update(map(id, found))
-    return [
-        param
-        for param in params
-        if param.requires_grad
-        and id(param) not in ignored
-        and not (isinstance(param, DTensor) and not others.isdisjoint(_ranks_of(param)))
-        and not is_sharded_parameter(param)
-        and source_of(param) is None
-    ]
+    return [p for p in params if id(p) not in ignored and _is_plain(p, others)]
 
 
-def _ranks_of(param: DTensor) -> list[int]:
-    ranks: list[int] = param.device_mesh.mesh.flatten().tolist()
-    return ranks
+def _is_plain(param: Any, others: Set[int] = frozenset()) -> bool:
+    """Whether it is trained, not sharded, and no DTensor, or one that none of ``others`` has."""
+    if isinstance(param, DTensor):
+        ranks = param.device_mesh.mesh.flatten().tolist()
+        if not others or not others.isdisjoint(ranks):
+            return False
+    return param.requires_grad and not is_sharded_parameter(param) and source_of(param) is None
 
 
 def _find_names(params: list[torch.Tensor]) -> Iterator[str | None]:

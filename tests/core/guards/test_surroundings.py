@@ -165,7 +165,10 @@ CLIPS = {
 
 @pytest.mark.parametrize("how", CLIPS)
 def test_clipping_units_and_plain_parts_is_an_error(how: str) -> None:
-    """Before any gradient is scaled. Not where nothing drifts: ignored, in DDP, frozen, apart."""
+    """Before any gradient is scaled; of ignored ones where ranks differ, as of their own experts.
+
+    Not where nothing drifts: ignored and alike, in DDP, frozen, apart.
+    """
     wanted = r"clip_grad_norm_: .*unit '.*Linear\.weight of shape \(6, 6\).*ignored="
     clip = CLIPS[how]
     kept: list[nn.Module] = []
@@ -196,6 +199,9 @@ def test_clipping_units_and_plain_parts_is_an_error(how: str) -> None:
             clip([*first.parameters(), *low.parameters()], 0.01)
         first = seeded(Unsaid)
         clip(gradients(0, first, fully_shard(seeded(Block), ignored=[first])), 0.01)
+        params = gradients(rank, first, fully_shard(seeded(Block), ignored=[first]))
+        with pytest.raises(RuntimeError, match=r"with gradients of no unit.*If they are experts"):
+            clip(params, 0.01)
         averaged = nn.parallel.DistributedDataParallel(seeded(Unsaid))
         for _ in range(2):
             clip(gradients(rank, averaged, fully_shard(seeded(Block))), 0.01)
