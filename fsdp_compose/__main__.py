@@ -32,7 +32,9 @@ _DEMO = _ROOT / "examples" / "demo.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     handler = cast(Handler, args.handler)
     try:
         return handler(args)
@@ -73,7 +75,7 @@ def _add(
     commands: Commands, name: str, handler: Handler, text: str, description: str
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=description)
-    command.set_defaults(handler=handler)
+    command.set_defaults(handler=handler, parser=command)
     return command
 
 
@@ -107,10 +109,10 @@ def _add_run(commands: Commands) -> None:
 
 def _add_checkpoint(commands: Commands) -> None:
     command = commands.add_parser("checkpoint", help="look into a checkpoint, or convert it")
-    command.set_defaults(handler=_checkpoint)
     actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
     show = actions.add_parser("show", help="list what a checkpoint holds")
-    show.add_argument("path", type=_path)
+    show.set_defaults(handler=_checkpoint, parser=show)
+    show.add_argument("path", type=_path, help="a folder, or a file of safetensors")
     show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
     show.add_argument("--all", action="store_true", help="a line for each of those that are alike")
     _add_convert(
@@ -125,10 +127,10 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
         "A sharded checkpoint (a folder with .metadata) becomes safetensors files with "
         "an index; safetensors files become a sharded checkpoint. One tensor is held at a time."
     )
-    convert.set_defaults(handler=_checkpoint, action="convert")
-    convert.add_argument("source", type=_path)
-    convert.add_argument("target", type=_path)
-    convert.add_argument("--max-file-bytes", type=_positive, metavar="N", help="per safetensors")
+    convert.set_defaults(handler=_checkpoint, parser=convert, action="convert")
+    convert.add_argument("source", type=_path, help="what is read")
+    convert.add_argument("target", type=_path, help="a folder that is not there yet")
+    convert.add_argument("--max-file-bytes", type=_positive, metavar="N", help="of one file")
     convert.add_argument(
         "--prefix",
         default="model",
@@ -147,7 +149,8 @@ def _add_plan(commands: Commands) -> None:
     add("model", metavar="MODEL", help="PATH:NAME of a Python file, which is imported, or "
         "package.module:NAME, a function without arguments that returns a module; or a "
         "config.json")  # fmt: skip
-    add("--world-size", default="8", metavar="N", help="ranks; 4x8 for replicas x shards")
+    add("--world-size", default="8", metavar="N", help="ranks; 4x8 for replicas x shards "
+        "(default: 8)")  # fmt: skip
     add("--units", action="append", metavar="NAME", help="class of modules that become units, or a "
         "pattern of names, such as layers.*; may be repeated")  # fmt: skip
     add("--strategy", metavar="NAME", choices=STRATEGIES, help=", ".join(STRATEGIES))

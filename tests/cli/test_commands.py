@@ -313,6 +313,19 @@ def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert "no such module: no_such_package.train; it is looked for here" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [("run --nprocs 2 train.py", "run"), ("checkpoint show a b", "checkpoint show")],
+)
+def test_an_unknown_argument(words: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that was asked shows what it takes."""
+    with pytest.raises(SystemExit):
+        main(words.split())
+    said = capsys.readouterr().err
+    assert f"fsdp-compose {command}: error: unrecognized arguments: " in said
+    assert f"usage: fsdp-compose {command} [-h]" in said
+
+
 @pytest.mark.parametrize("is_full", [True, False])
 def test_output_that_nobody_takes(is_full: bool, file: Path) -> None:
     """A full disk is one line, and a reader that has seen enough is no error."""
