@@ -81,8 +81,9 @@ def measure_activations(
     except Exception as error:
         raise ValueError(
             f"plan: the forward of {type(module).__name__} cannot run on the meta device, so its "
-            f"activations cannot be measured: {type(error).__name__}: {error}. Call plan without "
-            "sample=, and leave room for activations."
+            f"activations cannot be measured: {type(error).__name__}: {str(error).rstrip('.')}. "
+            "Where the sample is what the forward takes, call plan without sample=, and leave room "
+            "for activations."
         ) from error
     return Activations(step.forward_peak, ledger.peak, step.kept)
 
