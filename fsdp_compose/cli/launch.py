@@ -193,11 +193,13 @@ def _supervise(ranks: _Ranks) -> int:
             _say(f"{event.signum.name}: stopping {_names(ranks.running)}")
             _stop(ranks, event.signum)
             return 128 + event.signum
+        done = set(range(len(ranks.processes))) - ranks.running
         ranks.running.discard(event.rank)
         if event.code != 0:
             event = _find_cause(ranks, event)
+            after = f", after {_names(done)} had ended with code 0" if done else ""
             rest = f"; terminating {_names(ranks.running)}" if ranks.running else ""
-            _say(f"rank {event.rank} {_how_it_ended(event.code)}{rest}")
+            _say(f"rank {event.rank} {_how_it_ended(event.code)}{after}{rest}")
             _stop(ranks, signal.SIGTERM)
             return event.code if event.code > 0 else 128 - event.code
     return 0

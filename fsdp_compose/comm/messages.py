@@ -30,8 +30,9 @@ def is_point_to_point(group: Group) -> bool:
 
 
 _UNITS = (
-    "it has died, is stuck, or runs other units. Look at what it printed; every rank must run the "
-    "same units in the same order."
+    "it has died, is stuck, has ended before this rank, as with fewer batches, or runs other "
+    "units. Look at what it printed; every rank must run as many steps, and the same units in the "
+    "same order."
 )
 _STUCK = "it has died or is stuck. Look at what it printed."
 

@@ -274,6 +274,12 @@ def test_the_rank_that_left_is_named(script):
     assert "rank 1 exited with code 7" in done.stderr and "rank 0 exited" not in done.stderr
 
 
+def test_a_rank_that_ended_before_is_named(script):
+    """As with fewer batches: the failure of the other follows from it."""
+    done = cli("run", "--nproc", "2", script("if rank == 0: time.sleep(0.4); sys.exit(1)"))
+    assert "rank 0 exited with code 1, after rank 1 had ended with code 0" in done.stderr
+
+
 def test_a_killed_rank_is_named_with_its_signal(script):
     path = script(
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",

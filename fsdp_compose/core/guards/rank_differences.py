@@ -39,8 +39,9 @@ _CHANGING = (
 _ALONE = (
     "Call what all ranks take part in (full_tensor, state dicts, saves, loads, fully_shard, "
     "gathered, p.sum(), p.norm(), grad_norm, clip_grad_norm_) on every rank, for the same tensors, "
-    "with the same arguments and in the same order, also where only rank 0 uses the result; and in "
-    "the thread that trains, since ranks call what other threads do in orders of their own."
+    "with the same arguments and in the same order, also where only rank 0 uses the result, after "
+    "as many batches; and in the thread that trains, since ranks call what other threads do in "
+    "orders of their own."
 )
 _REDUCING = (
     "Call set_gradient_divide_factor, register_comm_hook and set_requires_all_reduce alike on "
