@@ -37,6 +37,11 @@ from fsdp_compose.sharded.spec import ShardSpec, refuse
 
 _Base: Any = object
 
+_NO_MESH = (
+    "a sharded tensor is no DTensor, and has no mesh and no placements: give model.load_state_dict "
+    "whole tensors, on every rank, in place of what distribute_tensor would make of them."
+)
+
 _checked: ContextVar[bool] = ContextVar("fsdp_compose_checked_optimizer_state", default=False)
 
 
@@ -124,11 +129,15 @@ class TorchState(_Base):
     @property
     def device_mesh(self) -> Any:
         """What torch's walk reads as the mesh of a DTensor."""
+        if not is_called_by_state_walk():
+            raise AttributeError(_NO_MESH)
         return _Device(self.device.type)
 
     @property
     def placements(self) -> tuple[Any, ...]:
         """What torch's walk reads as the placements of a DTensor."""
+        if not is_called_by_state_walk():
+            raise AttributeError(_NO_MESH)
         return ()
 
     @property

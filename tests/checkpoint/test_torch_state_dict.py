@@ -276,3 +276,15 @@ def test_flattened_state_is_rekeyed() -> None:
         assert numbers == list(range(len(by_name["state"])))
 
     run_ranks(ranks, 1)
+
+
+def test_a_sharded_parameter_lies_on_no_mesh() -> None:
+    """The loop of FSDP2's tutorial says what to call in its place."""
+    full = nn.Linear(2, 2).state_dict()
+    model = fc.fully_shard(nn.Linear(2, 2))
+    value = model.state_dict()["weight"]
+    with pytest.raises(AttributeError, match=r"give model\.load_state_dict whole tensors"):
+        distribute_tensor(full["weight"], value.device_mesh, value.placements)
+    assert not hasattr(model.weight, "placements")
+    model.load_state_dict(full)
+    assert torch.equal(model.weight.full_tensor(), full["weight"])
