@@ -106,8 +106,8 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
         known = {str(member.value): member for member in ShardingStrategy}
         meant = known.get(str(found).lower(), ShardingStrategy.FULL_SHARD)
         raise TypeError(
-            f"fully_shard: strategy is {found!r}; wanted a ShardingStrategy or None, such as "
-            f"ShardingStrategy.{meant.name}."
+            f"fully_shard: strategy is {found!r}; wanted an fsdp_compose.ShardingStrategy or "
+            f"None, such as ShardingStrategy.{meant.name}."
         )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise TypeError(

@@ -125,18 +125,18 @@ def _check_list(modules: Sequence[nn.Module]) -> None:
 def _check_options(options: Options, where: str) -> None:
     if options.mesh is None:
         require_group(where)
-    for name, value, kind in (
-        ("prefetch", options.prefetch, Prefetch),
-        ("offload_policy", options.offload, Offload),
+    for name, value, kind, such in (
+        ("prefetch", options.prefetch, Prefetch, "Prefetch(forward=1, backward=1)"),
+        ("offload_policy", options.offload, Offload, "Offload(params=True)"),
     ):
         if not isinstance(value, kind):
-            raise TypeError(f"{where}: {name} is {value!r}; wanted {kind.__name__}(...).")
+            raise TypeError(f"{where}: {name} is {value!r}; wanted such as fsdp_compose.{such}.")
     if not isinstance(options.mp, MixedPrecision):
         if not callable(options.mp):
             raise TypeError(
-                f"{where}: mp_policy is {options.mp!r}; wanted MixedPrecision(param_dtype=...), a "
-                "function (fqn, parameter) that returns one or None, or a dict of them by pattern "
-                "of names."
+                f"{where}: mp_policy is {options.mp!r}; wanted fsdp_compose.MixedPrecision("
+                "param_dtype=...), a function (fqn, parameter) that returns one or None, or a dict "
+                "of them by pattern of names."
             )
         check_function(where, "mp_policy", options.mp, "(fqn, parameter)")
     if options.transport is not None and not isinstance(options.transport, Transport):

@@ -46,8 +46,9 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
     Raises:
         ValueError: nothing in ``module`` is sharded, or some of it with ``deterministic=``; or one
             ``Int8ErrorFeedback`` is given to units of the same name.
-        TypeError: ``hook`` is no function of (state, grads); there is ``state`` for None, or
-            another than an ``Int8ErrorFeedback`` for ``int8_error_feedback_hook``.
+        TypeError: ``hook`` is no function of (state, grads), or one of torch's own; there is
+            ``state`` for None, or another than an ``Int8ErrorFeedback`` for
+            ``int8_error_feedback_hook``.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -59,6 +60,12 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
         tensor([0.5000, 0.5000])
     """
     if hook is not None:
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+            raise TypeError(
+                f"register_comm_hook: hook is {hook.__module__}.{hook.__qualname__}, which takes "
+                "gradients of DDP or FSDP1; wanted a hook of fsdp_compose, such as "
+                "fsdp_compose.bf16_compress_hook, or a function of (state, grads: GradBucket)."
+            )
         check_function("register_comm_hook", "hook", hook, "(state, grads)")
     elif state is not None:
         raise TypeError(

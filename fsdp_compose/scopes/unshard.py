@@ -402,8 +402,8 @@ def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
         return _explain_slots(bucket, caller, spec)
     return (
         f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
-        "without synchronisation and is not in .grad yet; run the last backward outside "
-        "no_sync(), or call fsdp_compose.reduce_grads(module) first."
+        "without synchronisation and is not in .grad yet; leave accumulate() first, run the last "
+        "backward outside no_sync(), or call fsdp_compose.reduce_grads(module)."
     )
 
 

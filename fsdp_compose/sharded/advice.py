@@ -44,8 +44,9 @@ _COPIES = (
     "rank's 1-D slice."
 )
 ANY = (
-    "Gather it for a while: `with fsdp_compose.gathered(module):` (with_grads=True for gradients "
-    "too); if a method other than forward uses it, name the method: `fully_shard(module, "
+    "Gather it for a while: `with fsdp_compose.gathered(module):` (writeback=True to write it, "
+    "with_grads=True for gradients too); if a method other than forward uses it, name the method: "
+    "`fully_shard(module, "
     f"methods=('forward', ...))`. {_COPIES}"
 )
 SAVING = (

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
 
 import fsdp_compose as fc
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
@@ -70,6 +71,10 @@ WRONG = [
       for v in (lambda m: [m], lambda m: m.named_parameters(), lambda m: nn.Linear)),
     *(Wrong(lambda m, v=v: fc.register_comm_hook(m, None, v), TypeError, "(state, grads)")
       for v in (nn.Linear, lambda state: None, "bf16")),
+    Wrong(lambda m: fc.register_comm_hook(m, None, torch_hooks.bf16_compress_hook), TypeError,
+          "gradients of DDP or FSDP1; wanted a hook of fsdp_compose"),
+    Wrong(lambda m: m.weight.__setitem__((slice(None), 0), 1.0), fc.ShardedWeightError,
+          "gathered(module):` (writeback=True to write it"),
     Wrong(swapped, TypeError, "hook is None, which restores the default, and state is a function"),
     *(Wrong(lambda m, v=v: fc.register_post_reduce_hook(m, v), TypeError, "(module, parameters)")
       for v in (None, lambda module: None)),

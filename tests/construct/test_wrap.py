@@ -305,12 +305,15 @@ def test_reshard_of_one_unit_keeps_the_strategy() -> None:
         ({"units": None}, r"unit 'blocks.0' overrides \['units'\]"),
         ({"wrong": 1}, r"overrides \['wrong'\]"),
         ({"init": "zeros"}, "override of unit 'blocks.0': init is 'zeros'"),
-        ({"prefetch": 2}, "prefetch is 2; wanted Prefetch"),
+        ({"prefetch": 2}, r"prefetch is 2; wanted such as fsdp_compose\.Prefetch\("),
         ({"methods": ("encode",)}, "methods names 'encode', but no unit of this call has"),
         ({"param_init_fn": 3}, "override of unit 'blocks.0': param_init_fn is 3"),
-        ({"offload_policy": True}, "offload_policy is True; wanted Offload"),
+        (
+            {"offload_policy": True},
+            r"offload_policy is True; wanted such as .*Offload\(params=True\)",
+        ),
         ({"ignored": [3]}, "ignored holds a int"),
-        ({"mp_policy": torch.bfloat16}, "mp_policy is torch.bfloat16; wanted MixedPrecision"),
+        ({"mp_policy": torch.bfloat16}, r"mp_policy is torch.bfloat16; wanted .*\.MixedPrecision"),
     ],
 )
 def test_overrides_that_are_wrong(options: dict[str, Any], text: str) -> None:
