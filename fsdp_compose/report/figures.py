@@ -359,7 +359,9 @@ def _traffic(plan: Plan) -> str:
         ("step", plan.step),
     ):
         rows.append((name, *_counts(found)))
-    return "communication per rank and step\n" + table(rows)
+    quiet = () if plan.step.all_reduces else (5, 6)
+    shown = [[cell for i, cell in enumerate(row) if i not in quiet] for row in rows]
+    return "communication per rank and step\n" + table(shown)
 
 
 def _counts(found: TrafficReport) -> tuple[str, str, str, str, str, str, str, str]:

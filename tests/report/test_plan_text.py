@@ -139,6 +139,8 @@ def test_the_text() -> None:
     assert rows[1].split()[:6] == ["blocks.1", *dtypes, "66.0k", "66.0k"]
     assert "blocks.2 .. 3 (2 alike)" in rows[2]
     assert len(text.split("\n")) < 60 and max(map(len, text.split("\n"))) <= 100
+    traffic = text.partition("communication per rank")[2].partition("\n\n")[0]
+    assert max(map(len, traffic.split("\n"))) <= 80 and "all-reduces" not in traffic
     for word in (
         "optimizer state",
         "peak in backward",
