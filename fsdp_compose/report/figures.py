@@ -224,7 +224,7 @@ class Plan:
 
 
 _GLOSSARY = (
-    "A unit is gathered at once. A rank keeps its shard of it, and the whole while it is gathered. "
+    "A unit is gathered as a whole. Between its uses a rank keeps only its shard of it. "
     "Padding belongs to no parameter."
 )
 

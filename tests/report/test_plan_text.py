@@ -129,7 +129,7 @@ def test_the_text() -> None:
     text = str(found)
     assert text.startswith("plan for Model: 5 units, 297k parameter elements (231k trained)")
     assert "over 8 ranks" in text.split("\n")[0]
-    assert "A unit is gathered at once." in text.split("\n")[1]
+    assert "A unit is gathered as a whole." in text.split("\n")[1]
     header, *rows = text.split("\n\n")[1].split("\n")
     assert header.split() == [
         "unit", "stored", "computed", "reduced", "parameters", "frozen", "shard", "gathered",
