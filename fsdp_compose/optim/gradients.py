@@ -133,7 +133,7 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         found, left = join_buckets(sharded) if joins else ([], sharded)
         firsts = [*[gradient.param for gradient in found], *left]
     _check_reduced(firsts, caller)
-    return found + _take_one_by_one(params, [*left, *others])
+    return found + _take_one_by_one(params, left, others)
 
 
 def list_mirrors(params: Sequence[Any]) -> list[Mirror]:
@@ -251,10 +251,10 @@ def _check_reduced(params: Sequence[Any], caller: str) -> None:
         check_reduced([owner_of(find_entry(firsts[key]))], caller, firsts[key])
 
 
-def _take_one_by_one(params: Params, leaves: Iterable[Any]) -> list[Gradient]:
+def _take_one_by_one(params: Params, left: list[Any], others: list[Any]) -> list[Gradient]:
     names: dict[int, str] | None = None
     found = []
-    for number, param in enumerate(leaves):
+    for number, param in enumerate([*left, *others], -len(left)):
         grad = param.grad
         if grad is None:
             continue
@@ -266,7 +266,7 @@ def _take_one_by_one(params: Params, leaves: Iterable[Any]) -> list[Gradient]:
             found.append(Gradient((describe(spec),), to_local(grad), groups, copies, owned))
         else:
             names = _name_parameters(params) if names is None else names
-            name = names.get(id(param), f"'parameter {number}'")
+            name = names.get(id(param), f"parameter {number} of those that are not sharded")
             found.append(_take_unsharded(name, param, grad))
     return found
 

@@ -307,5 +307,10 @@ def test_names_that_parameters_have_by_now() -> None:
         if rank == 1:
             block.weight.grad = block.weight.grad.clone()  # it is named by itself there
         fc.clip_grad_norm_(model, 1.0)
+        mesh = init_device_mesh("cpu", (2,))
+        copied = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        copied.grad = 3 * torch.ones_like(copied)
+        norm = fc.clip_grad_norm_([*model.parameters(), copied], 1.0)
+        torch.testing.assert_close(norm, torch.tensor(37.0).sqrt())
 
     simulate_ranks(ranks)
