@@ -490,6 +490,8 @@ def test_a_norm_that_differs_between_ranks_is_an_error() -> None:
         model = seeded(Model)
         shard(model, 2)
         model(inputs(0)[rank]).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"2 of the 4 ranks .* expert_mesh of 4"):
+            clip_grad_norm_(model, 1.0, expert_mesh=dist.group.WORLD)
         clip_grad_norm_(model, 1.0)
 
     for error in rank_errors(ranks, WORLD):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_compose as fc
 
@@ -60,6 +62,21 @@ def test_limits_differ_with_deterministic() -> None:
         model = trained(rank, deterministic=2)
         with pytest.raises(RuntimeError, match="to clip it to 0"):
             fc.clip_grad_norm_(model, 0.1 + rank / 10)
+
+    simulate_ranks(ranks)
+
+
+def test_copies_beside_deterministic_have_a_norm_apart() -> None:
+    """What tensor parallelism left whole would count once for each rank that has it."""
+
+    def ranks(rank: int) -> None:
+        model, mesh = trained(rank, deterministic=2), init_device_mesh("cpu", (2,))
+        copied = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        copied.grad = torch.ones_like(copied)
+        text = "parameter 0 of those that are not sharded is split .* take its norm apart"
+        with pytest.raises(ValueError, match=text):
+            fc.grad_norm([*model.parameters(), copied])
+        assert fc.grad_norm([copied]) == 2
 
     simulate_ranks(ranks)
 

@@ -252,11 +252,6 @@ STEPS = 3
 MICRO = 3
 
 
-def micro_steps(twin: Twin, step: int, run: Callable[[int, bool], None]) -> None:
-    for i in range(MICRO):
-        run(step * MICRO + i, i == MICRO - 1)
-
-
 def whole_batch(twin: Twin, seeds: range) -> None:
     """The gradient of one large batch: the sum over microbatches of the mean over ranks."""
     for seed in seeds:
@@ -555,5 +550,7 @@ def test_experts_without_gradients_have_a_norm() -> None:
             fc.grad_norm(model, expert_mesh=dist.group.WORLD),
         ):
             assert norm == 0
+        with pytest.raises(ValueError, match="norm_type is 0, which counts"):
+            fc.grad_norm(model, 0, expert_mesh=dist.group.WORLD)
 
     simulate_ranks(ranks)
