@@ -1,4 +1,4 @@
-"""Views of which a slice is a slice too: runs of elements in memory, and real numbers."""
+"""Views of which a slice is a slice too: runs of elements, real numbers, and other dtypes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def view_runs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     if not is_sharded(tensor) or any(map(is_sharded, (*rest, *kwargs.values()))):
         refuse(func, spec)
+    dtypes = [value for value in (*rest, *kwargs.values()) if isinstance(value, torch.dtype)]
+    if dtypes:
+        return _view_bits(func, tensor, dtypes[0])
     found = _find_runs(tensor, lambda outline: func(outline, *rest, **kwargs))
     return refuse(func, spec, "the result is in another order") if found is None else found
 
@@ -96,6 +99,24 @@ def detach_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return args[0]
     is_plain = not call_raw(Tensor.requires_grad.__get__, (), (args[0],))  # type: ignore[attr-defined]
     return args[0] if is_plain else call_raw(func, (), args, kwargs)
+
+
+def _view_bits(func: Any, tensor: Any, dtype: torch.dtype) -> Any:
+    """``p.view(torch.int32)``: the same bytes as elements of another dtype."""
+    spec: ShardSpec = tensor._shard_spec
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device="meta")
+    whole = whole.view(dtype)
+    old, new = tensor.dtype.itemsize, dtype.itemsize
+    if old != new:
+        if flat_spec(spec) is None:
+            refuse(func, spec, "the result is in another order")
+        ends = old * spec.offset, old * spec.shard_numel
+        if any(end % new for end in ends):
+            refuse(func, spec, f"ranks hold parts of what one element of {dtype} would be")
+        offset, shard_numel = (end // new for end in ends)
+        shape, stride = whole.shape, whole.stride()
+        spec = replace(spec, shape=shape, stride=stride, offset=offset, shard_numel=shard_numel)
+    return tag_alias(call_raw(func, (), (tensor, dtype), {}), spec, tensor)
 
 
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

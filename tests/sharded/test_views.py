@@ -13,7 +13,7 @@ import fsdp_compose as fc
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 from fsdp_compose.simulation import simulate
 
-from sharded_values import examples, on_ranks, same, shard
+from sharded_values import examples, on_ranks, same, shard, world
 
 FLAT: dict[str, Callable[[Any], Any]] = {
     "flatten": lambda t: t.flatten(),
@@ -129,6 +129,32 @@ def test_runs_are_read_and_written_like_the_whole(ranks: int) -> None:
         assert count > 40, count
 
     on_ranks(body, ranks)
+
+
+def test_bits_are_read_and_written_as_other_dtypes() -> None:
+    """As by stochastic rounding, and by optimizers that exchange two tensors byte by byte."""
+
+    def body() -> None:
+        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        columns = whole.t().contiguous().t()
+        for p, other in zip(shard([whole, columns], world()), (whole.clone(), columns.clone())):
+            with torch.no_grad():
+                for each in (p, other):
+                    each.view(torch.int32).bitwise_and_(-65536)
+                    each.copy_((each.view(dtype=torch.int32) + 65536).view(torch.float32))
+                same(p, other)
+        (p,) = shard([whole], world())
+        with torch.no_grad():
+            for each in (p, whole):
+                each.view(torch.uint8).bitwise_xor_((2 * each).view(torch.uint8))
+            same(p, whole)
+            same(p.view(torch.uint8), whole.view(torch.uint8))
+            same(p.view(torch.uint8).view(torch.float32), whole)
+        (p,) = shard([torch.arange(14, dtype=torch.uint8)], world())
+        with pytest.raises(ShardedWeightError, match="parts of what one element"):
+            p.view(torch.int16)  # a shard ends after 7
+
+    simulate(body, 2)
 
 
 def test_a_penalty_on_rows_reaches_their_gradient() -> None:
