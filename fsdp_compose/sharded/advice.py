@@ -83,12 +83,6 @@ INIT = (
     "fully_shard, or pass fully_shard param_init_fn=. "
     f"{_COPIES}"
 )
-VECTOR = (
-    "torch.nn.utils.vector_to_parameters writes whole parameters: call it, and "
-    "parameters_to_vector, in `with fsdp_compose.gathered(module, writeback=True):`, which every "
-    "rank enters. A vector of this rank's slices alone is "
-    "torch.cat([p.to_local() for p in module.parameters()])."
-)
 HOOK = (
     "A gradient hook is given the reduced gradient's slice: `grad.norm()`, `grad.mean()`, "
     "`grad.max()` and arithmetic with numbers work on it as they are; `grad.to_local()` is this "
@@ -241,7 +235,6 @@ _BY_CALLER = {
     ("torch.autograd.graph", "get_gradient_edge"): EDGE,
     ("torch.autograd.graph", "register_multi_grad_hook"): MULTI_HOOK,
     ("fsdp_compose.sharded.tensor", "on_slice"): HOOK,
-    ("torch.nn.utils.convert_parameters", "vector_to_parameters"): VECTOR,
     ("torch.optim.swa_utils", "update_parameters"): WHOLE_COPY,
 }
 _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))

@@ -21,7 +21,7 @@ from fsdp_compose.base.torch_private import call_raw, raw
 from fsdp_compose.base.torch_stack import is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
-from fsdp_compose.sharded import ops
+from fsdp_compose.sharded import ops, views
 from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.draws import draw_into, draw_like
 from fsdp_compose.sharded.gradients import autograd_grad, backward
@@ -58,7 +58,6 @@ from fsdp_compose.sharded.tensor import (
     tag_alias,
 )
 from fsdp_compose.sharded.torchstate import view_local
-from fsdp_compose.sharded.views import detach_in_place, find_run, take_run, view_as_real, view_runs
 from fsdp_compose.sharded.writes import note_call, note_lists
 
 
@@ -306,7 +305,7 @@ def _set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(value, Tensor) and value.numel() != 1:
             refuse(func, tensor._shard_spec)
         return _elementwise(Tensor.masked_fill_, (tensor, index, value), {})
-    run = find_run(tensor, index)
+    run = views.find_run(tensor, index)
     if run is None:
         refuse(func, tensor._shard_spec)
     write = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
@@ -460,10 +459,11 @@ _handle(ops.functions("new_tensor", Tensor), _new_tensor)
 _handle(ops.functions("contiguous", Tensor), _contiguous)
 _handle(ops.functions("data_ptr", Tensor), _data_ptr)
 _handle([torch.nn.functional.pad], _pad)
-_handle(ops.VIEWS, view_runs)
-_handle(ops.functions("detach_", torch, Tensor), detach_in_place)
-_handle(ops.functions("__getitem__", Tensor), take_run)
-_handle(ops.functions("view_as_real", torch), view_as_real)
+_handle(ops.VIEWS, views.view_runs)
+_handle(views.SHAPING, views.shape_as)
+_handle(ops.functions("detach_", torch, Tensor), views.detach_in_place)
+_handle(ops.functions("__getitem__", Tensor), views.take_run)
+_handle(ops.functions("view_as_real", torch), views.view_as_real)
 _handle([torch.nn.init.constant_], _constant)
 _handle(ops.functions("dense_dim", Tensor), _method("dim"))
 for _name in (

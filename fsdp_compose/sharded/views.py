@@ -13,7 +13,15 @@ from fsdp_compose.base.torch_private import call_raw
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag_alias
 
-__all__ = ["find_run", "flat_spec", "take_run", "view_as_real", "view_runs"]
+__all__ = [
+    "SHAPING",
+    "find_run",
+    "flat_spec",
+    "shape_as",
+    "take_run",
+    "view_as_real",
+    "view_runs",
+]
 
 
 def view_runs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,6 +41,22 @@ def view_runs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _view_bits(func, tensor, dtypes[0])
     found = _find_runs(tensor, lambda outline: func(outline, *rest, **kwargs))
     return refuse(func, spec, "the result is in another order") if found is None else found
+
+
+def shape_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``whole.view_as(p)``, ``row.expand_as(p)``: only the shape of ``p`` is asked for."""
+    tensor, other = *args, *kwargs.values()
+    if tensor is other or (is_sharded(tensor) and func is Tensor.expand_as):
+        refuse(func, first_spec(args, kwargs))
+    return SHAPING[func](tensor, other.shape)
+
+
+SHAPING: dict[Any, Callable[..., Any]] = {
+    Tensor.expand_as: Tensor.expand,
+    Tensor.reshape_as: Tensor.reshape,
+    Tensor.view_as: Tensor.view,
+}
+"""Functions that take a shape from another tensor, and those that are given it."""
 
 
 def take_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -265,9 +265,6 @@ def test_nodes_of_the_graph_have_hooks_to_use_instead() -> None:
         for idiom in (params[0].view_as, params[0].expand_as):
             text = refusal(lambda: idiom(params[0]).grad_fn)
             says(text, "register_post_accumulate_grad_hook")
-        vector = torch.zeros(sum(p.numel() for p in params))
-        text = refusal(lambda: nn.utils.vector_to_parameters(vector, params))
-        says(text, "vector_to_parameters writes whole parameters", "writeback=True")
         text = refusal(lambda: register_multi_grad_hook(params, print))
         says(text, "register_post_reduce_hook", "mode='any'")
         seen: list[Tensor] = []

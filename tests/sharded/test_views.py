@@ -157,6 +157,25 @@ def test_bits_are_read_and_written_as_other_dtypes() -> None:
     simulate(body, 2)
 
 
+def test_a_whole_takes_the_shape_of_a_parameter() -> None:
+    """As by PCGrad, which lays all gradients end to end, and ``vector_to_parameters``."""
+
+    def body() -> None:
+        p, q = params = shard([torch.ones(4, 3), torch.ones(5)], world())
+        vector, row = torch.arange(17.0), torch.arange(3.0)
+        assert torch.equal(vector[:12].view_as(p), vector[:12].view(4, 3))
+        same(p.flatten().view_as(p), p)
+        with torch.no_grad():
+            same(p * row.expand_as(p), row.expand(4, 3))
+        q.grad = vector[12:].reshape_as(q).clone()
+        same(q.grad, vector[12:])
+        nn.utils.vector_to_parameters(vector, params)
+        same(p, vector[:12].view(4, 3))
+        same(q, vector[12:])
+
+    simulate(body, 2)
+
+
 def test_a_penalty_on_rows_reaches_their_gradient() -> None:
     def loss(weight: Any) -> Tensor:
         return weight[1:3].square().sum() + weight[0, 1:].sum()
