@@ -69,7 +69,9 @@ WHOLE_COPY = (
     "make it after fully_shard, with copy.deepcopy(model) or AveragedModel(model), and it is "
     "sharded in the same way. An optimizer's state stays whole through fully_shard, and cut "
     "through undo: take saved = optim_state_dict(model, optim, kind='full'), build a new optimizer "
-    f"after that call, and load_optim_state_dict(model, new, saved). {_COPIES}"
+    "after that call, and load_optim_state_dict(model, new, saved). An optimizer whose step makes "
+    "whole tensors, as SM3's does, is one for owner_step(params, lambda groups: SM3(groups, ...)). "
+    f"{_COPIES}"
 )
 INTO_SCOPE = (
     "Inside `gathered` and `unshard` parameters are whole, while gradients, optimizer state and "

@@ -37,6 +37,13 @@ class Whitening(torch.optim.Optimizer):
         return grad @ grad.T @ grad if grad.ndim == 2 else grad
 
 
+class Covering(Whitening):
+    """One that makes whole tensors of its own, as SM3 does."""
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return torch.ones(grad.shape).addcmul_(grad, grad)
+
+
 class Scorer(nn.Module):
     """A submodule with a method of its own."""
 
@@ -90,7 +97,9 @@ def test_in_an_optimizer_owner_step_is_named() -> None:
         says(text, "local_parameters(model)", "wrong without an", "Prodigy", "LAMB", "sends")
         matrices = [p for p in model.parameters() if p.ndim == 2]
         says(refusal(torch.optim.Muon(matrices).step), "owner_step", "Muon(groups")
-        fc.owner_step(model.parameters(), Whitening).step()
+        says(refusal(Covering(model.parameters()).step), "owner_step(params, lambda groups:")
+        for kind in (Whitening, Covering):
+            fc.owner_step(model.parameters(), kind).step()
         assert "Prodigy" in (fc.local_parameters.__doc__ or "")
 
     run_ranks(ranks, 2)
