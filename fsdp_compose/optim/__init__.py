@@ -16,5 +16,6 @@ Files, each importing only from those above it:
     norms                  norms of gradients over slices and ranks
     clip                   norms and clipping: the calls, and torch's own clipping
     owner_ranks            owners' ranks are given the same, and hear of each other's errors
+    unread_matrices        values of matrices are not read while their optimizer is made
     owner_step             one rank has each matrix and computes its update once
 """

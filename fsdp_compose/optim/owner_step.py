@@ -30,6 +30,7 @@ from fsdp_compose.optim.matrices import (
     return_matrices,
 )
 from fsdp_compose.optim.owner_ranks import Facts, Links, compare_matrices, list_settings
+from fsdp_compose.optim.unread_matrices import RefuseReads
 
 Params: TypeAlias = "Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]"
 _WATCHED_STEPS = 3
@@ -52,11 +53,13 @@ def owner_step(
         muon = owner_step(matrices, lambda groups: torch.optim.Muon(groups, lr=0.02))
         adamw = torch.optim.AdamW(others, lr=3e-4)
 
-    Updates are bit-equal to one process's from the same gradients. With ``granularity="tensor"``
-    nothing is communicated, for more padding; at the default nothing is padded, and a step moves
-    three times this rank's part of the matrices, in two exchanges per mesh: see ``plan``. Of
-    matrices that tensor parallelism split, whole or cut, owners of the parts send each other
-    parameters and gradients in one exchange more, and each computes the update.
+    Updates are bit-equal to one process's from the same gradients, where the optimizer draws no
+    random numbers and looks at one matrix at a time: one that pairs them (LoRA-RITE) finds
+    gradients of those that this rank owns, and skips the others without a word. With
+    ``granularity="tensor"`` nothing is communicated, for more padding; at the default nothing is
+    padded, and a step moves three times this rank's part of the matrices, in two exchanges per
+    mesh: see ``plan``. Of matrices that tensor parallelism split, whole or cut, owners of the parts
+    send each other parameters and gradients in one exchange more, and each computes the update.
 
     Every rank makes it, and calls ``step``, with the same parameters and groups in the same order
     and the same optimizer, which ranks compare. On gloo they also compare in each step, by two
@@ -67,7 +70,7 @@ def owner_step(
     Args:
         params: sharded parameters, or groups of them, as any optimizer takes.
         make: from groups of plain parameters to an optimizer over them, in their order. It must
-            leave parameters without a gradient alone, as torch's do.
+            leave parameters without a gradient alone, as torch's do, and read values in steps only.
         work: what the update of a parameter of some shape costs; levelled over the ranks.
 
     Returns:
@@ -171,7 +174,8 @@ class OwnerOptimizer(Optimizer):
             for group in self.param_groups
         ]
         plain = [p for group in groups for p in group["params"]]
-        optimizer = make(groups)
+        with RefuseReads(plain):
+            optimizer = make(groups)
         if not _is_over(optimizer, plain):
             raise TypeError(
                 f"owner_step: make returned {type(optimizer).__name__}; wanted an optimizer "

@@ -304,6 +304,17 @@ def test_owners_are_levelled_over_the_model() -> None:
     assert max(loads) / (sum(loads) / 4) < 1.25
 
 
+class Masked(torch.optim.SGD):
+    """One that trains what is small when it is made."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.zeros_like(p.data, memory_format=torch.preserve_format)
+                self.state[p]["mask"] = p.detach().abs() < 0.1
+
+
 ERRORS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
     "plain parameter": (
         lambda m: fc.owner_step(nn.Linear(3, 2).parameters(), MAKE["muon"]),
@@ -320,6 +331,10 @@ ERRORS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
     "sharded no more": (
         lambda m: (optim := fc.owner_step(matrices(m), MAKE["muon"]), fc.undo(m), optim.step()),
         "RuntimeError", "'first.weight'.*was sharded another way.*build another owner_step",
+    ),
+    "values read": (
+        lambda m: fc.owner_step(matrices(m), Masked),
+        "RuntimeError", r"make reads the values of parameters \(abs\).*in its first step",
     ),
     "late group": (
         lambda m: fc.owner_step(matrices(m), MAKE["muon"]).add_param_group({"params": others(m)}),
