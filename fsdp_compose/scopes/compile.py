@@ -6,8 +6,9 @@ forward reads what ``Show`` returns, whose backward hands the gradients to the e
 implied: what was gathered is freed with its last use, and unless the unit is kept after forward,
 the compiler is told to gather again in backward instead of saving it.
 
-    fsdp_compose::gather(anchor, unit)             full buckets; parameters are views of them
-    fsdp_compose::reduce(grads, given, unit, call) what the anchor receives; sets leaves' ``.grad``
+    fsdp_compose::versions(anchor, unit)               how often the weights were written until now
+    fsdp_compose::gather(anchor, unit, versions, call) full buckets; parameters are views of them
+    fsdp_compose::reduce(grads, given, unit, call)     what the anchor gets; sets leaves' ``.grad``
 
 ``Show`` itself stands in the graph that Dynamo makes, and is taken apart when autograd is traced:
 its backward sees then which parameters the graph uses, which becomes a constant (``given``).
@@ -15,7 +16,9 @@ its backward sees then which parameters the graph uses, which becomes a constant
 The anchor is a tensor that requires grad: sharded leaves cannot be inputs of a graph. A compiler
 computes once what is called twice with the same arguments, and not at all what nothing reads. So
 the reductions of a graph are told apart by a number (``call``), and what they return, a zero, has
-an element, since the sum of empty tensors reads nothing.
+an element, since the sum of empty tensors reads nothing. Gathers that are made again in backward
+are told apart too: two forwards may read different parts of one. Forward saves ``versions`` for
+them: they raise where weights were written since, as other backwards do.
 The unit is named by a key that changes whenever what was compiled for it does not hold any more.
 This file alone may be traced; everything it calls in a trace must be, too.
 """
@@ -26,6 +29,7 @@ import hashlib
 import itertools
 import weakref
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -41,7 +45,7 @@ from fsdp_compose.base.torch_private import (
     will_accumulate,
 )
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.gather import gather_flat
+from fsdp_compose.buckets.gather import gather_flat, versions_of
 from fsdp_compose.core.autograd import receive
 from fsdp_compose.core.gathering import take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
@@ -50,6 +54,7 @@ from fsdp_compose.core.guards.recurrent_weights import find_recurrent
 from fsdp_compose.core.guards.replaced_parameters import check_slots
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.weight_versions import check_versions
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.records import Traced
 from fsdp_compose.core.state import Unit, owner_of
@@ -59,7 +64,10 @@ _numbers = itertools.count()
 _units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 _library = torch.library.Library("fsdp_compose", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # they communicate
-_library.define("gather(Tensor anchor, str unit) -> Tensor[]", tags=_tags)
+_library.define("versions(Tensor anchor, str unit) -> Tensor", tags=_tags)
+_library.define(
+    "gather(Tensor anchor, str unit, Tensor? versions=None, int call=0) -> Tensor[]", tags=_tags
+)
 _library.define("reduce(Tensor[] grads, int[] given, str unit, int call) -> Tensor", tags=_tags)
 
 
@@ -70,7 +78,7 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
     operators in it, without prefetch: each gather is awaited where it stands. A unit that is
     released after forward is gathered again in backward. Outside compiled code, and for a unit
     that is itself what was compiled, nothing changes. Call it again when parameters were frozen,
-    unfrozen or converted since: graphs are compiled anew then.
+    unfrozen, converted or exchanged since: graphs are compiled anew then.
 
     Args:
         module: a unit, or with ``recurse`` a module that contains units.
@@ -177,13 +185,14 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
     key = traced.key
 
-    def show(anchor: torch.Tensor) -> list[torch.Tensor]:
-        return _show(anchor, key)
+    def show(anchor: torch.Tensor, versions: torch.Tensor | None) -> list[torch.Tensor]:
+        return _show(anchor, key, versions)
 
     if unit.switches.keep_after_forward is True or not torch.is_grad_enabled():
-        shown = show(traced.anchor)
+        shown = show(traced.anchor, None)
     else:  # in a region of its own, whose outputs the compiler makes again instead of saving
-        shown = checkpoint(show, traced.anchor, use_reentrant=False, preserve_rng_state=False)
+        now = torch.ops.fsdp_compose.versions(traced.anchor.detach(), key)
+        shown = checkpoint(show, traced.anchor, now, use_reentrant=False, preserve_rng_state=False)
     for values, name, index in unit.links.places:
         values[name] = shown[index]
     if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
@@ -217,11 +226,14 @@ class Show(torch.autograd.Function):
     """The anchor to what the unit's modules read, by entry; their gradients to the reduction."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, key: str) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, key: str, versions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         traced = _find_unit(key)[1]
         ctx.key = key
         ctx.set_materialize_grads(False)
-        fulls = torch.ops.fsdp_compose.gather(anchor, key)
+        call = 0 if versions is None else next(_numbers)
+        fulls = torch.ops.fsdp_compose.gather(anchor, key, versions, call)
         cut = [f.split_with_sizes(sizes) for f, sizes in zip(fulls, traced.sizes, strict=True)]
         shown = [cut[b][piece].view(shape).permute(dims) for b, piece, shape, dims in traced.views]
         frozen = itertools.compress(shown, [not trained for trained in traced.trained])
@@ -233,12 +245,12 @@ class Show(torch.autograd.Function):
         """Runs while a graph is made: a gradient that is None is one that the graph never makes."""
         given = {index: grad for index, grad in enumerate(grads) if grad is not None}
         reduce, number = torch.ops.fsdp_compose.reduce, next(_numbers)
-        return reduce([*given.values()], [*given], ctx.key, number), None
+        return reduce([*given.values()], [*given], ctx.key, number), None, None
 
 
-def _show(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
+def _show(anchor: torch.Tensor, key: str, versions: torch.Tensor | None) -> list[torch.Tensor]:
     """One operation to Dynamo, which would give zeros for the gradients that are None."""
-    return list(Show.apply(anchor, key))
+    return list(Show.apply(anchor, key, versions))
 
 
 def _cast_floating(dtype: torch.dtype, value: Any) -> Any:
@@ -257,17 +269,40 @@ def _find_unit(key: str) -> tuple[Unit, Traced]:
     return unit, unit.traced
 
 
-def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
-    unit, traced = _find_unit(key)
-    take_over_changes(unit)
-    check_slots(unit)
-    check_additions(unit)
+def _check_current(unit: Unit, traced: Traced) -> None:
     trained = trained_entries(unit)
     if traced.epoch != unit.checks.epoch or trained != _list_trained(traced):
         raise RuntimeError(
-            f"parameters of unit {unit.name!r} were frozen, unfrozen or converted since a graph "
-            "was compiled for it; call fsdp_compose.set_traceable(model) again on every rank."
+            f"parameters of unit {unit.name!r} were frozen, unfrozen, converted or exchanged since "
+            "a graph was compiled for it; call fsdp_compose.set_traceable(model) again on every "
+            "rank."
         )
+
+
+def _run_versions(anchor: torch.Tensor, key: str) -> torch.Tensor:
+    unit = _find_unit(key)[0]
+    take_over_changes(unit)
+    return torch.tensor([*chain(*map(versions_of, unit.gathered))], device="cpu")
+
+
+def _fake_versions(anchor: torch.Tensor, key: str) -> torch.Tensor:
+    number = sum(1 + len(bucket.entries) for bucket in _find_unit(key)[0].gathered)
+    return torch.empty(number, dtype=torch.int64, device="cpu")
+
+
+def _run_gather(
+    anchor: torch.Tensor, key: str, versions: torch.Tensor | None = None, call: int = 0
+) -> list[torch.Tensor]:
+    unit, traced = _find_unit(key)
+    take_over_changes(unit)
+    if versions is not None:
+        read = iter(versions.tolist())
+        for bucket in unit.gathered:
+            now = versions_of(bucket)
+            check_versions(unit, bucket, tuple(islice(read, len(now))), now)
+    check_slots(unit)
+    check_additions(unit)
+    _check_current(unit, traced)
     for _, events, code in unit.links.gather_events:
         events.note((code, "gather", unit.name, "a compiled graph"))
     with torch.no_grad():
@@ -282,10 +317,12 @@ def _run_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
         ]
 
 
-def _fake_gather(anchor: torch.Tensor, key: str) -> list[torch.Tensor]:
-    return [
-        anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in _find_unit(key)[0].gathered
-    ]
+def _fake_gather(
+    anchor: torch.Tensor, key: str, versions: torch.Tensor | None = None, call: int = 0
+) -> list[torch.Tensor]:
+    unit, traced = _find_unit(key)
+    _check_current(unit, traced)
+    return [anchor.new_empty(b.layout.numel, dtype=b.full.dtype) for b in unit.gathered]
 
 
 def _run_reduce(grads: list[torch.Tensor], given: list[int], key: str, call: int) -> torch.Tensor:
@@ -308,7 +345,9 @@ def _fake_reduce(grads: list[torch.Tensor], given: list[int], key: str, call: in
     return torch.empty(1, device=_find_unit(key)[1].anchor.device)
 
 
+_library.impl("versions", _run_versions, "CompositeExplicitAutograd")
 _library.impl("gather", _run_gather, "CompositeExplicitAutograd")
 _library.impl("reduce", _run_reduce, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdp_compose::versions", _fake_versions, lib=_library)
 torch.library.register_fake("fsdp_compose::gather", _fake_gather, lib=_library)
 torch.library.register_fake("fsdp_compose::reduce", _fake_reduce, lib=_library)

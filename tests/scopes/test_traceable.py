@@ -82,6 +82,31 @@ class Again(nn.Module):
         return self.b(x) + self.b(x.sin())
 
 
+class Halves(nn.Module):
+    """A unit whose two calls read other parameters, and one of two modules."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+        def forward(self, x: Tensor, is_up: bool) -> Tensor:
+            return (self.up if is_up else self.down)(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.a, self.b = self.Half(), Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.part(self.part(x, True).sin(), False)))
+
+
+def by_halves(model: nn.Module) -> None:
+    fc.fully_shard(model.part)
+    fc.fully_shard([model.a, model.b])
+    fc.fully_shard(model)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     """What the compiler imports on first use, once instead of in every rank."""
@@ -122,9 +147,14 @@ def test_fullgraph_over_units(build: Any, prepare: Any) -> None:
 
 def test_fullgraph_reduces_after_every_call() -> None:
     """A compiler computes once what is called twice with the same arguments."""
-    run_ranks(
-        lambda rank: Trial(rank, 2, Again, traceable, "aot_eager", exact=False).run(graphs=1), 2
-    )
+
+    def run(rank: int) -> None:
+        Trial(rank, 2, Again, traceable, "aot_eager", exact=False).run(graphs=1)
+        torch._dynamo.reset()
+        prepare = partial(traceable, shard=by_halves)
+        Trial(rank, 2, Halves, prepare, "aot_eager", exact=False).run(graphs=1)
+
+    run_ranks(run, 2)
 
 
 class Pick(Line):
@@ -356,7 +386,7 @@ def test_what_a_graph_rests_on_may_not_change_unseen() -> None:
     errors = rank_errors(run, 2)
     assert len(errors) == 2
     for error in errors:
-        assert "parameters of unit 'a' were frozen, unfrozen or converted" in str(error)
+        assert "parameters of unit 'a' were frozen, unfrozen, converted or" in str(error)
         assert "set_traceable(model) again" in str(error)
 
     def again(rank: int) -> None:
@@ -373,8 +403,42 @@ def test_what_a_graph_rests_on_may_not_change_unseen() -> None:
     run_ranks(again, 2)
 
 
-def one_graph(model: nn.Module) -> Call:
-    return torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+def one_graph(model: nn.Module, backend: str = "eager") -> Call:
+    return torch.compile(lambda x: model(x), backend=backend, fullgraph=True)
+
+
+def test_fullgraph_sees_writes_before_backward() -> None:
+    model = by_block(seeded(Line))
+    fc.set_traceable(model)
+    call = one_graph(model, "aot_eager")
+    loss, other = square(call, data(0, 0)), square(call, data(1, 0))
+    other.backward()
+    sgd(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="was written between the unit's forward and this"):
+        loss.backward()
+    model.zero_grad()
+    square(call, data(0, 0)).backward()
+    grads = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+    model.zero_grad()
+    square(model, data(0, 0)).backward()
+    for grad, p in zip(grads, model.parameters(), strict=True):
+        assert (grad is None) == (p.grad is None)
+        if grad is not None:
+            torch.testing.assert_close(grad, whole(p.grad))
+    torch._dynamo.reset()
+
+
+def test_a_traceable_unit_that_was_refreshed() -> None:
+    model = by_block(seeded(Line))
+    fc.set_traceable(model)
+    call = one_graph(model)
+    model.a.up = nn.Sequential(model.a.up, nn.Linear(7, 7).double())
+    fc.refresh(model)
+    with pytest.raises(RuntimeError, match=r"were.*exchanged since.*set_traceable"):
+        call(data(0, 0))
+    fc.set_traceable(model)
+    assert torch.equal(call(data(0, 0)), model(data(0, 0)))
+    torch._dynamo.reset()
 
 
 def test_traceable_or_not_copied_or_undone() -> None:

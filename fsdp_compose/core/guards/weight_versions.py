@@ -81,16 +81,23 @@ def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
     for bucket, before in zip(unit.gathered, read, strict=False):
         now = versions_of(bucket) if bucket.in_place else bucket.fill.versions
         if before != now:
-            changed = [
-                e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b
-            ]
-            spec = (changed or bucket.entries)[0].spec
-            raise RuntimeError(
-                f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
-                "forward and this backward, which gathered it anew: the gradients would mix old "
-                "and new weights. Call optimizer.step(), and anything else that writes weights, "
-                "after the backwards of all losses that were computed with them."
-            )
+            check_versions(unit, bucket, before, now)
+
+
+def check_versions(
+    unit: Unit, bucket: Bucket, before: tuple[int, ...], now: tuple[int, ...]
+) -> None:
+    """Raise where a bucket's versions in forward, ``before``, are not those in backward."""
+    if before == now:
+        return
+    changed = [e for e, a, b in zip(bucket.entries, before[1:], now[1:], strict=False) if a != b]
+    spec = (changed or bucket.entries)[0].spec
+    raise RuntimeError(
+        f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
+        "forward and this backward, which gathered it anew: the gradients would mix old "
+        "and new weights. Call optimizer.step(), and anything else that writes weights, "
+        "after the backwards of all losses that were computed with them."
+    )
 
 
 def check_gathered(unit: Unit) -> None:
