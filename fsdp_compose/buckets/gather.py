@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_compose.base.codec import GatherCodec
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
@@ -251,11 +252,18 @@ def keep_part(bucket: Bucket) -> None:
     bucket.inner.stamp = object() if bucket.residence.written else bucket.fill.versions
 
 
-def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, call: str) -> torch.Tensor:
+def gather_flat(
+    bucket: Bucket,
+    shard: torch.Tensor,
+    dtype: torch.dtype,
+    call: str,
+    codec: GatherCodec | None = None,
+) -> torch.Tensor:
     """A new buffer with the ``shard`` of every rank, in ``dtype``.
 
     Args:
         call: what every rank calls that needs it; "" in a step, where the unit was noted.
+        codec: what encodes the shards on their way.
 
     Raises:
         RuntimeError: on every rank, where one does something else; on gloo.
@@ -263,12 +271,15 @@ def gather_flat(bucket: Bucket, shard: torch.Tensor, dtype: torch.dtype, call: s
     group = bucket.mesh.shard
     full = shard.new_empty(bucket.layout.numel, dtype=dtype)
     if full.numel():
-        whole = full.view(torch.uint8)
+        whole, decode = full.view(torch.uint8), None
         full.view(group.size, -1)[group.rank].copy_(shard)
         parts = cut_by_rank(whole, group.size)
+        if codec is not None and group.pg:
+            into = cut_by_rank(full, group.size)
+            whole, parts, decode = encode_parts(shard, into, codec, group)
         part, purpose, caller = parts[group.rank], purpose_of(bucket), bucket.users.caller
         if call:
             purpose, caller = f"{purpose} for {call}", None
             meet_alone(group, purpose)
-        comm.gather_parts(whole, parts, part, group, purpose, caller).wait()
+        comm.gather_parts(whole, parts, part, group, purpose, caller, decode).wait()
     return full

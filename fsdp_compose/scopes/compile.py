@@ -312,6 +312,7 @@ def _run_gather(
                 shard_of(bucket).to(bucket.mesh.device),
                 bucket.full.dtype,
                 "",
+                bucket.mp.gather_codec,
             )
             for bucket in unit.gathered
         ]

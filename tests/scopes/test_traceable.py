@@ -232,11 +232,13 @@ def test_fullgraph_gathers_again_unless_kept() -> None:
 def test_fullgraph_in_mixed_precision() -> None:
     half = fc.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     back = replace(half, output_dtype=torch.float32)
+    coded = fc.MixedPrecision(gather_codec=fc.int8_codec(8))
 
     def run(rank: int) -> None:
         for build, shard in (
             (Tower, partial(by_block, mp_policy=half)),
             (Block, partial(fc.fully_shard, mp_policy=back)),
+            (Line, partial(by_block, mp_policy=coded)),
         ):
             torch._dynamo.reset()
             loose = Tolerance(rtol=0.1, atol=0.05)
