@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_compose.base.torch_private import call_raw
+from fsdp_compose.base.torch_private import beneath_transforms, call_raw
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.operands import check_cut, check_differentiable
 from fsdp_compose.sharded.spec import ShardedWeightError, refuse
@@ -22,13 +22,13 @@ __all__ = ["autograd_grad", "backward"]
 
 def autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad(outputs, inputs, ...)``."""
-    if kwargs.get("is_grads_batched"):
+    if kwargs.get("is_grads_batched") or _is_batched(kwargs.get("grad_outputs")):
         spec = first_spec(args, kwargs)
         raise ShardedWeightError(
-            f"torch.autograd.grad(is_grads_batched=True) of sharded {spec.fqn!r} (unit "
-            f"{spec.unit!r}): a batch of gradients cannot be reduced over the ranks as one. Call "
-            "torch.autograd.grad once for each of grad_outputs, with retain_graph=True. Only "
-            "gradients of inputs can be batched."
+            "torch.autograd.grad(is_grads_batched=True), or inside torch.vmap, of sharded "
+            f"{spec.fqn!r} (unit {spec.unit!r}): a batch of gradients cannot be reduced over the "
+            "ranks as one. Call torch.autograd.grad once for each of grad_outputs, with "
+            "retain_graph=True. Only gradients of inputs can be batched."
         )
     outputs, inputs = args
     given = _cut_gradients(func, outputs, kwargs.get("grad_outputs"))
@@ -46,6 +46,12 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_raw(
         func, (), args, {**kwargs, name: _cut_gradients(func, outputs, kwargs.get(name))}
     )
+
+
+def _is_batched(given: Any) -> bool:
+    """Whether ``torch.vmap`` wrapped a gradient that the caller gave."""
+    grads = [given] if isinstance(given, Tensor) else given or ()
+    return any(isinstance(g, Tensor) and beneath_transforms(g) is not g for g in grads)
 
 
 def _cut_gradients(func: Any, outputs: Iterable[Any], given: Any) -> Any:

@@ -204,10 +204,14 @@ def test_batches_of_gradients_for_inputs_alone(shard: str) -> None:
 
         agree(twin, rows_of)
         out = twin.model(data(1, rank))
-        with pytest.raises(
-            RuntimeError, match=r"is_grads_batched=True\) of sharded 'first.weight'"
+        wanted = r"is_grads_batched=True\), or inside torch.vmap, of sharded 'first.weight'"
+        params = leaves(twin.model)
+        for batched in (
+            lambda: torch.autograd.grad(out, params, rows, is_grads_batched=True),
+            lambda: torch.vmap(lambda row: torch.autograd.grad(out, params, row))(rows),
         ):
-            torch.autograd.grad(out, leaves(twin.model), rows, is_grads_batched=True)
+            with pytest.raises(RuntimeError, match=wanted):
+                batched()
         twin.train()
 
     run_ranks(ranks)
