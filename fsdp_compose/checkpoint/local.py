@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from fsdp_compose.buckets.bucket import Bucket
-from fsdp_compose.construct.names import walk_named
+from fsdp_compose.buckets.entries import entry_of
+from fsdp_compose.construct.names import named_leaves, walk_named
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.state import Unit, find_state
+from fsdp_compose.core.state import Unit, find_state, owner_of
 from fsdp_compose.sharded import ShardSpec, is_sharded, tag, to_local
 
 LAYOUT = "_fsdp_compose_layout"
@@ -24,13 +25,32 @@ SHARD = "_fsdp_compose_shard."
 
 
 def named_units(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """(clean prefix, unit) of every unit, at the first of its modules that lies in ``module``."""
+    """(clean prefix, unit) of every unit, at its first module, else at one in ``module``."""
     seen: set[int] = set()
-    for name, submodule in walk_named(module):
+    found = [(f"{name}." if name else "", submodule) for name, submodule in walk_named(module)]
+    prefixes = {id(submodule): prefix for prefix, submodule in reversed(found)}
+    for prefix, submodule in found:
         state = find_state(submodule)
         if state is not None and id(state.unit) not in seen:
             seen.add(id(state.unit))
-            yield f"{name}." if name else "", state.unit
+            yield prefixes.get(id(state.unit.modules[0]()), prefix), state.unit
+
+
+def require_units(module: nn.Module) -> None:
+    """Raise where a parameter in ``module`` lies in the shard of a unit that is not in it.
+
+    Raises:
+        RuntimeError: naming the parameter.
+    """
+    held = {id(bucket) for _, unit in named_units(module) for bucket in unit.buckets}
+    for name, leaf in named_leaves(module):
+        entry = entry_of(leaf)
+        if entry is not None and id(owner_of(entry)) not in held:
+            raise RuntimeError(
+                f"local state of {type(module).__name__}: {name!r} lies in the shard of unit "
+                f"{entry.spec.unit!r}, which is outside of it, and kind='local' holds whole "
+                "shards. Pass a module that contains the unit, or kind='sharded' or 'full'."
+            )
 
 
 def describe(unit: Unit) -> dict[str, Any]:

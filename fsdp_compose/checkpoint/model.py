@@ -112,7 +112,8 @@ def state_dict(
 
     Raises:
         ValueError: options that do not go together.
-        RuntimeError: ``rank0_only`` would leave out experts that other ranks hold.
+        RuntimeError: ``rank0_only`` would leave out experts that other ranks hold; or ``"local"``
+            of a module without the unit that one of its parameters lies in.
 
     Example:
         >>> model = fully_shard(nn.Linear(3, 2))
@@ -131,6 +132,7 @@ def state_dict(
             if isinstance(value, Tensor):
                 result[name] = show_whole(value) if is_sharded(value) else value.detach()
     else:
+        local.require_units(module)
         for name, value in contents.values.items():
             if is_sharded(value):
                 del result[name]

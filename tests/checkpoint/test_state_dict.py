@@ -247,6 +247,25 @@ def test_local_state_of_a_unit_without_parameters() -> None:
     run_ranks(run, 2)
 
 
+def test_local_state_holds_whole_units() -> None:
+    """Units of several modules are told by the first of them; parts of units are refused."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    fc.fully_shard([model[1], model[0]])
+    fc.fully_shard(model)
+    with fc.state_dict_type(model, "local"):
+        saved = copy.deepcopy(model.state_dict())
+    assert set(saved) == set(state_dict(model, "local"))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    model.load_state_dict(saved)
+    assert model[0].weight.any()
+    for unit in ("Sequential", "0"):
+        with pytest.raises(RuntimeError, match=f"'weight' lies in the shard of unit '{unit}'"):
+            state_dict(model[2], "local")
+        model[2].weight = model[1].weight
+        fc.refresh(model)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_bad_keys_and_shapes_write_nothing(plain: bool) -> None:
     """Bad keys and shapes raise everywhere and write nothing."""
