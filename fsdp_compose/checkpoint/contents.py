@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.torch_private import buffer_slots, non_persistent, parameter_slots
+from fsdp_compose.base.torch_private import (
+    buffer_slots,
+    has_foreign_load_hooks,
+    non_persistent,
+    parameter_slots,
+)
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.buckets.gather import gather_flat
@@ -96,6 +101,21 @@ def contents_to_load(module: nn.Module) -> Contents:
     leaves, clean = gathered_leaves(module), name_cleaner(module)
     values = {clean(key): leaves.get(id(value), value) for key, value in slots.items()}
     return Contents(module, values, {clean(key): key for key in slots}, OrderedDict())
+
+
+def loads_by_own_code(module: nn.Module) -> bool:
+    """Whether the module's own code changes what it is given to load, in hooks or around them."""
+    is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
+    return not is_torchs or changes_keys_on_load(module)
+
+
+def changes_keys_on_load(module: nn.Module) -> bool:
+    """Whether a submodule's own code changes what is loaded, so that only torch knows what fits."""
+    return any(
+        has_foreign_load_hooks(m, "fsdp_compose.")
+        for m in module.modules()
+        if not type(m).__module__.startswith("torch.distributed.algorithms")
+    )
 
 
 def slots_to_load(module: nn.Module) -> dict[str, Any]:

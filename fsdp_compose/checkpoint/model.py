@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.arguments import check_flag, check_flags, check_module
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.torch_private import has_foreign_load_hooks
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
@@ -26,6 +25,7 @@ from fsdp_compose.checkpoint.contents import (
     contents_of,
     contents_to_load,
     copy_tensor,
+    loads_by_own_code,
     require_released,
     visit_full,
     without_our_hooks,
@@ -205,9 +205,10 @@ def load_state_dict(
     """Write ``state_dict`` into the module; every rank must call it.
 
     Nothing is written unless everything fits on every rank, and parameters stay the same objects.
-    Where the module's own load hooks, or a ``_load_from_state_dict`` of its own, change what is
-    loaded, they get whole tensors as in a plain module, and torch checks what they make of them:
-    names that are left over raise after the rest was written.
+    Where load hooks of the module's own, or its own ``load_state_dict`` or
+    ``_load_from_state_dict``, change what is loaded, they get whole tensors as in a plain module,
+    and torch checks what they make of them: names that are left over raise after the rest was
+    written.
 
     Args:
         state_dict: by FQN, with or without ``_orig_mod.`` (``torch.compile``),
@@ -242,8 +243,8 @@ def load_state_dict(
             "load_state_dict", state_dict, groups, contents.values.get, device_of(module)
         )
     versions = getattr(state_dict, "_metadata", None)
-    custom = changes_keys_on_load(module)
-    matched = match(module, contents.values, state_dict, strict and not custom, versions)
+    custom = loads_by_own_code(module)
+    matched = match(module, contents.values, state_dict, strict and not custom, custom, versions)
     problem = matched.problem or find_unreadable(matched, contents.values)
     raise_on_all(problem, groups, matched.facts, "load_state_dict")
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
@@ -280,7 +281,7 @@ def write(
         RuntimeError: names are left over; the others were written.
     """
     native: OrderedDict[str, Any] = OrderedDict()
-    cut = not changes_keys_on_load(contents.module)
+    cut = not loads_by_own_code(contents.module)
     for name, value in values.items():
         native[contents.native[name]] = prepare(value, contents.values[name], cut)
     native.update(extra)
@@ -290,7 +291,7 @@ def write(
     compare = strict and not cut
     with without_our_hooks():
         try:
-            missing, unexpected = module.load_state_dict(native, strict=compare)
+            told: Any = module.load_state_dict(native, strict=compare)
         except RuntimeError as error:
             if not compare:
                 raise
@@ -300,9 +301,9 @@ def write(
                 "Pass strict=False to leave out what does not fit."
             ) from error
     forget_records(units_holding(module))
-    if cut:
-        return left_out
-    clean = name_cleaner(module)
+    if cut or told is None:  # the module's own load_state_dict need not return what torch's does
+        return left_out if cut else IncompatibleKeys([], [])
+    (missing, unexpected), clean = told, name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
 
 
@@ -335,11 +336,17 @@ class Matched:
 
 
 def match(
-    module: nn.Module, current: Mapping[str, Any], incoming: Any, strict: bool, versions: object
+    module: nn.Module,
+    current: Mapping[str, Any],
+    incoming: Any,
+    strict: bool,
+    custom: bool,
+    versions: object,
 ) -> Matched:
     """Compare ``incoming`` with what ``module`` has, ``current``; by ``current``'s names.
 
     Args:
+        custom: the module's own code may make what fits of what does not.
         versions: the ``_metadata`` that came with ``incoming``, if any.
     """
     if not isinstance(incoming, Mapping):
@@ -362,7 +369,6 @@ def match(
     missing = [name for name in names if name not in given and not _may_lack(name, versions)]
     # Gathered in the order of the module, whatever order each rank's dictionary has.
     values = {name: given[key] for key, name in names.items() if key in given}
-    custom = changes_keys_on_load(module)
     found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
     problems = [problem for problem in found if problem is not None]
     if strict and missing:
@@ -487,12 +493,3 @@ def prepare(value: Any, current: Any, cut: bool = True) -> Any:
             gather_whole(value), current.device_mesh, current.placements, src_data_rank=None
         )
     return value if isinstance(current, DTensor) else gather_whole(value)
-
-
-def changes_keys_on_load(module: nn.Module) -> bool:
-    """Whether a submodule's own code changes what is loaded, so that only torch knows what fits."""
-    return any(
-        has_foreign_load_hooks(m, "fsdp_compose.")
-        for m in module.modules()
-        if not type(m).__module__.startswith("torch.distributed.algorithms")
-    )

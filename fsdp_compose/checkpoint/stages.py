@@ -20,8 +20,13 @@ from torch import Tensor, nn
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.entries import entry_of
-from fsdp_compose.checkpoint.contents import Contents, contents_of, visit_full
-from fsdp_compose.checkpoint.model import IncompatibleKeys, changes_keys_on_load, match
+from fsdp_compose.checkpoint.contents import (
+    Contents,
+    contents_of,
+    loads_by_own_code,
+    visit_full,
+)
+from fsdp_compose.checkpoint.model import IncompatibleKeys, match
 from fsdp_compose.checkpoint.optimizer.nested import write_exactly
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
@@ -314,9 +319,9 @@ def choose_stored(
     Raises:
         RuntimeError: names or shapes do not fit.
     """
-    custom = changes_keys_on_load(contents.module)
+    custom = loads_by_own_code(contents.module)
     given = stages.keep_own(outlines)
-    matched = match(contents.module, contents.values, given, strict and not custom, None)
+    matched = match(contents.module, contents.values, given, strict and not custom, custom, None)
     if matched.problem is not None:
         raise type(matched.problem)(
             f"{where}: {matched.problem}{stages.advise(matched.unexpected)}"

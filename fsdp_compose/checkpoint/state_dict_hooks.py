@@ -24,6 +24,7 @@ from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
     CHECKPOINTED,
     are_our_hooks_off,
+    changes_keys_on_load,
     copy_tensor,
     require_written,
     slots_to_load,
@@ -33,7 +34,6 @@ from fsdp_compose.checkpoint.model import (
     Kind,
     StateDictType,
     buffer_dtypes,
-    changes_keys_on_load,
     find_unreadable,
     is_first,
     match,
@@ -297,7 +297,7 @@ def before_load(
     call = load_under_way()
     custom = changes_keys_on_load(call.get("self", module))
     strict = bool(call.get("strict")) and not custom
-    matched = match(module, current, given, strict, versions)
+    matched = match(module, current, given, strict, changes_keys_on_load(module), versions)
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
     unreadable = None if custom else find_unreadable(matched, written)

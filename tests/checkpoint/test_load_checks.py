@@ -94,6 +94,34 @@ def test_what_a_load_left_out_is_told(
     assert "fsdp_compose" not in [record.name for record in caplog.records]
 
 
+class Renaming(nn.Module):
+    """A module whose own ``load_state_dict`` knows older names, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+        renamed = {key.replace("old.", "new."): value for key, value in state_dict.items()}
+        super().load_state_dict(renamed, strict)
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("part", ["old", "new", "other"])
+def test_a_load_state_dict_of_the_modules_own(tmp_path: Path, name: str, part: str) -> None:
+    """It is given whole tensors and unknown names, as a load hook is."""
+    saved = nn.Sequential(OrderedDict([(part, nn.Linear(2, 2))]))
+    save_both(tmp_path, saved)
+    if part == "other":
+        with pytest.raises(RuntimeError, match=r"(?s)Missing key.*new\.weight.*other\.weight"):
+            LOADS[name](tmp_path, fc.fully_shard(Renaming()))
+        return
+    for model in (fc.fully_shard(Renaming()), Renaming()):
+        assert LOADS[name](tmp_path, model) in (None, ([], []))
+        assert fc.load_state_dict(model, saved.state_dict()) == ([], [])
+        assert torch.equal(fc.state_dict(model)["new.weight"], saved[0].weight)
+
+
 def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     state[prefix + "shift"] = state.pop(prefix + "bias").clone()
 
