@@ -123,6 +123,11 @@ def _save(
 ) -> None:
     check_names("save_full", module, group, everywhere=True)
     stages = find_stages("save_full", module, group, saves=True)
+    if stages.are_uneven:
+        raise RuntimeError(
+            f"save_full: {min(stages.of_fewer)!r} is in no unit, and not on every rank: a file of "
+            "the whole model would lack what other ranks alone have. save_checkpoint saves all."
+        )
     claim_folder("save_full", root, group)
     values: dict[str, Any] = {}
     outlines: dict[str, Outline] = {}

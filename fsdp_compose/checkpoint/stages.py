@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.entries import entry_of
@@ -24,6 +25,7 @@ from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
     loads_by_own_code,
+    slots_to_load,
     visit_full,
 )
 from fsdp_compose.checkpoint.model import IncompatibleKeys, match
@@ -51,8 +53,8 @@ class Stages:
         mine: which of them this rank holds.
         elsewhere: clean names that only other stages have, or ranks with other experts.
         earlier: names of this stage that an earlier one has too, which saves them.
-        leads: clean names in units that fewer ranks hold, of which this rank is the first.
-        are_uneven: whether there are such units, on any rank.
+        leads: clean names that fewer ranks of a stage hold, of which this rank is the first.
+        of_fewer: all that fewer ranks of a stage hold, on any rank.
     """
 
     group: Group
@@ -61,7 +63,11 @@ class Stages:
     elsewhere: frozenset[str] = frozenset()
     earlier: frozenset[str] = frozenset()
     leads: frozenset[str] = frozenset()
-    are_uneven: bool = False
+    of_fewer: frozenset[str] = frozenset()
+
+    @property
+    def are_uneven(self) -> bool:
+        return bool(self.of_fewer)
 
     @property
     def are_several(self) -> bool:
@@ -141,24 +147,27 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     copies = _copies_beside(module) if saves else {}
     sums = {ranks: code_of(sorted(found.items())) for ranks, found in copies.items()}
     names, of_fewer = _names_of_fewer(module)
-    reports = gather_objects((peers, has_units, sums, of_fewer), group)
-    members = _components([found for found, _, _, _ in reports], group.ranks)
+    plain = _sum_plain(module, saves)
+    reports = gather_objects((peers, has_units, sums, of_fewer, plain), group)
+    members = _components([report[0] for report in reports], group.ranks)
     known: dict[tuple[int, ...], int] = {}
-    if any(known.setdefault(r, s) != s for _, _, of, _ in reports for r, s in of.items()):
+    if any(known.setdefault(r, s) != s for report in reports for r, s in report[2].items()):
         _warn_of_copies(what, gather_objects(copies, group), group)
     first: dict[str, int] = {}
-    for rank, (_, _, _, theirs) in enumerate(reports):
-        for name in theirs:
+    for rank, report in enumerate(reports):
+        for name in report[3]:
             first.setdefault(name, rank)
+    for ranks in members:
+        first = {**_compare_plain(what, {rank: reports[rank][4] for rank in ranks}, group), **first}
     stages = Stages(
         group,
         (tuple(range(group.size)),),
         0,
         elsewhere=frozenset(first.keys() - names),
         leads=frozenset(name for name, rank in first.items() if rank == group.rank),
-        are_uneven=bool(first),
+        of_fewer=frozenset(first),
     )
-    if len(members) == 1 or not any(sharded for _, sharded, _, _ in reports):
+    if len(members) == 1 or not any(report[1] for report in reports):
         return stages
     mine = next(i for i, ranks in enumerate(members) if group.rank in ranks)
     stages = replace(stages, members=members, mine=mine)
@@ -199,6 +208,45 @@ def _names_of_fewer(module: nn.Module) -> tuple[set[str], list[str]]:
         if (state := find_state(submodule)) is not None and id(state.unit) in units
     )
     return names, [name for name in names if name.startswith(paths) or name in own]
+
+
+def _sum_plain(module: nn.Module, saves: bool) -> dict[str, int | None]:
+    """The clean names of what is in no unit; with the sums of trained parameters, to be saved."""
+    found: dict[str, int | None] = {}
+    clean = name_cleaner(module)
+    for name, value in slots_to_load(module).items():
+        if isinstance(value, Tensor) and not is_sharded(leaf_of(value)):
+            if isinstance(value, DTensor):
+                continue
+            is_summed = saves and type(value) is nn.Parameter and value.requires_grad
+            found[clean(name)] = checksum(value) if is_summed and not value.is_meta else None
+    return found
+
+
+def _compare_plain(
+    what: str, reports: Mapping[int, dict[str, int | None]], group: Group
+) -> dict[str, int]:
+    """The first rank of what is in no unit, and some ranks of a stage have not.
+
+    Warns of trained parameters that differ between those that have them.
+    """
+    first: dict[str, int] = {}
+    differ: list[tuple[str, int]] = []
+    holders = Counter(name for sums in reports.values() for name in sums)
+    for rank, sums in reports.items():
+        for name, total in sums.items():
+            wanted = reports[first.setdefault(name, rank)][name]
+            if None not in (wanted, total) and wanted != total:
+                differ.append((name, rank))
+    for name, rank in differ[:1]:
+        warnings.warn(
+            f"{what}: parameter {name!r} is in no unit (ignored=), and rank {group.ranks[rank]} "
+            f"holds other numbers than rank {group.ranks[first[name]]}, whose are saved. If each "
+            "rank has an expert of its own, give each a name of its own, such as its number in an "
+            "nn.ModuleDict; else average its gradients over the ranks.",
+            stacklevel=5,
+        )
+    return {name: first[name] for name, count in holders.items() if count < len(reports)}
 
 
 Copies: TypeAlias = "dict[tuple[int, ...], dict[tuple[str, int, int], int]]"

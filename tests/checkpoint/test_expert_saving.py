@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 
-from harness import simulate_ranks
+from harness import run_ranks, simulate_ranks
 
 WIDTH, EXPERTS = 4, 4
 Snapshot = dict[str, Tensor]
@@ -47,15 +47,17 @@ class Model(nn.Module):
         return x
 
 
-def build(numbers: Sequence[int], seed: int = 0) -> tuple[Model, Any]:
+def build(
+    numbers: Sequence[int], seed: int = 0, ignores: bool = False, **options: Any
+) -> tuple[Model, Any]:
     """Experts stay whole on their rank; they have a learning rate of their own."""
     torch.manual_seed(seed)
     model = Model(numbers)
-    if len(numbers) < EXPERTS:
+    if len(numbers) < EXPERTS and not ignores:
         for expert in model.experts.values():
             fc.fully_shard(expert, mesh="self")
             fc.set_gradient_divide_factor(expert, 2.0)
-    fc.fully_shard(model)
+    fc.fully_shard(model, ignored=[model.experts] if ignores else (), **options)
     experts = {"params": model.experts.parameters(), "lr": 0.05}
     return model, torch.optim.AdamW([{"params": model.dense.parameters()}, experts], lr=0.01)
 
@@ -80,11 +82,11 @@ def train(model: nn.Module, optim: Any) -> None:
         optim.zero_grad()
 
 
-def save(path: Path) -> Snapshot:
+def save(path: Path, ignores: bool = False) -> Snapshot:
     """What both ranks saved, as each found it."""
 
     def ranks(rank: int) -> Snapshot:
-        model, optim = build(own(rank))
+        model, optim = build(own(rank), ignores=ignores)
         train(model, optim)
         fc.save_checkpoint(path, model, optim)
         return snapshot(model, optim)
@@ -93,14 +95,16 @@ def save(path: Path) -> Snapshot:
     return {**first, **second}
 
 
-@pytest.mark.parametrize("numbers", ["own", "swapped", "all", "one process"])
+@pytest.mark.parametrize("numbers", ["own", "swapped", "ignored", "all", "one process"])
 def test_experts_of_one_rank_are_saved_whole(tmp_path: Path, numbers: str) -> None:
     """Buffers, steps and settings too; others' names are not unexpected, and none is missing."""
-    saved = save(tmp_path)
+    saved = save(tmp_path, ignores=numbers == "ignored")
 
     def ranks(rank: int) -> None:
-        mine = {"own": own(rank), "swapped": own(1 - rank)}.get(numbers, range(EXPERTS))
-        model, optim = build(mine, seed=1)
+        swapped = own(1 - rank)
+        lists = {"own": own(rank), "swapped": swapped, "ignored": swapped}
+        mine = lists.get(numbers, range(EXPERTS))
+        model, optim = build(mine, seed=1, ignores=numbers == "ignored")
         fc.load_checkpoint(tmp_path, model, optim)
         found = snapshot(model, optim)
         assert found and all(torch.equal(value, saved[name]) for name, value in found.items())
@@ -123,6 +127,21 @@ def test_experts_of_one_name_on_ranks_of_their_own(tmp_path: Path) -> None:
             fc.save_checkpoint(tmp_path, model)
 
     simulate_ranks(ranks, 2)
+
+
+def test_ignored_experts_are_not_left_out(tmp_path: Path) -> None:
+    """Of one name rank 0's are saved, with a warning; a file of the whole would lack others'."""
+
+    def ranks(rank: int) -> None:
+        model, _ = build([0], seed=rank, ignores=True, init="broadcast")
+        for saves in (fc.save_checkpoint, fc.save_full):
+            with pytest.warns(UserWarning, match=r"'experts.0.linear.weight' .* rank 1 holds"):
+                saves(tmp_path / "alike", model)
+        model, _ = build([rank], ignores=True)
+        with pytest.raises(RuntimeError, match=r"'experts.0.linear.bias' .* not on every rank"):
+            fc.save_full(tmp_path / "apart", model)
+
+    run_ranks(ranks, 2)
 
 
 def test_experts_on_one_rank_only(tmp_path: Path) -> None:
