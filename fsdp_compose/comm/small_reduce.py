@@ -40,9 +40,10 @@ def reduce_alike(
         RuntimeError: on every rank, if some reduce something else; who and what.
     """
     if not compares(tensor, group):
-        return all_reduce(tensor.clone(), group, op, purpose=what)
+        return all_reduce(tensor.clone(), group, op, purpose=_shorten(what))
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    meet_alone(group, what, "reduce a few numbers")
+    shown = _shorten(what)  # of a model's gradients it has every name
+    meet_alone(group, shown, "reduce a few numbers")
     kind = torch.float64 if flat.is_floating_point() else torch.int64
     number = _number(what, group.size)
     check = (number, number**2) if op == "sum" else (number, -number)
@@ -50,7 +51,7 @@ def reduce_alike(
     both = torch.cat(
         [flat.to(kind), torch.tensor([*padding, *check], dtype=kind, device=flat.device)]
     )
-    all_reduce(both, group, op, purpose=what)
+    all_reduce(both, group, op, purpose=shown)
     first, second = both[-2:].tolist()
     alike = first**2 == second * group.size if op == "sum" else first == -second
     if not alike:

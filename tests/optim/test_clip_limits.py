@@ -92,6 +92,20 @@ def test_one_rank_clips_and_another_measures() -> None:
     simulate_ranks(ranks)
 
 
+def test_one_rank_alone_clips_many_parameters() -> None:
+    """The error says what the others do, and lists no 120 names before that."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fc.fully_shard(nn.Sequential(*(nn.Linear(2, 2) for _ in range(60))))
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="where rank 1 gathers unit") as caught:
+            model(torch.ones(1, 2)) if rank else fc.clip_grad_norm_(model, 1.0)
+        assert len(str(caught.value)) < 1000
+
+    simulate_ranks(ranks)
+
+
 def test_text_on_one_rank_is_another_limit() -> None:
     """It reads like the number, and dividing it would raise on that rank alone."""
 
