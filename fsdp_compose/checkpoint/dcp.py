@@ -194,8 +194,12 @@ def _collect_state(
 def _pickle_extra(extra: object) -> Tensor | None:
     try:
         return None if extra is None else _pickle(extra)
-    except ShardedWeightError:
-        raise
+    except ShardedWeightError as error:
+        raise ShardedWeightError(
+            f"save_checkpoint: extra is a {type(extra).__name__} that holds sharded parameters, or "
+            "their state. Model and optimizer are saved beside it: leave them out, and give the "
+            "state_dict() of a scheduler in place of the scheduler, which has its optimizer."
+        ) from error
     except Exception as error:
         raise TypeError(
             f"save_checkpoint: extra is a {type(extra).__name__} that does not pickle "

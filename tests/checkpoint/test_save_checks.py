@@ -68,6 +68,9 @@ def test_extra_that_does_not_pickle_is_named(tmp_path: Path) -> None:
         rows = (row for row in [1])
         with pytest.raises(Exception, match="extra is a dict that does not pickle"):
             fc.save_checkpoint(tmp_path, model, extra={"rows": rows} if rank else None)
+        schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+        with pytest.raises(Exception, match=r"extra is a StepLR .* in place of the scheduler"):
+            fc.save_checkpoint(tmp_path, model, extra=schedule)
         assert fc.load_checkpoint(tmp_path, model) == 3
 
     simulate_ranks(run, 2)
