@@ -215,6 +215,14 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
     if mesh.ndim == 1:
         return group_of(mesh.get_group(0), device), SELF
     if mesh.ndim == 2:
+        first, second = names = mesh.mesh_dim_names or ("", "")
+        if "shard" in first and "replicate" in second:
+            raise ValueError(
+                f"fully_shard: mesh has dimensions {names}; wanted (replicate, shard), as "
+                "parameters are cut over the second dimension and copied over the first: "
+                "init_device_mesh(device, (replicas, shards), "
+                "mesh_dim_names=('replicate', 'shard'))."
+            )
         return group_of(mesh.get_group(1), device), group_of(mesh.get_group(0), device)
     raise ValueError(
         f"fully_shard: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; wanted one (shard) "

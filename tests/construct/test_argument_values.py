@@ -42,6 +42,10 @@ def sgd_groups(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
+def swapped_grid() -> Any:
+    return dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "replicate"))
+
+
 def grid() -> Any:
     return dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep"))
 
@@ -128,6 +132,8 @@ WRONG = [
     Wrong(lambda m: fc.plan(nn.Linear(2, 2), world_size=2, ignored=nn.Linear), TypeError,
           "plan: ignored is a type; wanted a sequence"),
     Wrong(lambda m: fc.fully_shard(nn.Linear(2, 2), mesh=torch.ones(2)), TypeError, "mesh is"),
+    Wrong(lambda m: fc.fully_shard(nn.Linear(2, 2), mesh=swapped_grid()), ValueError,
+          "mesh has dimensions ('shard', 'replicate'); wanted (replicate, shard)"),
     Wrong(lambda m: list(fc.iter_full(m, device=[])), TypeError, "device is []; wanted a torch.de"),
     Wrong(lambda m: fc.seeded_init(m, 0, "x"), TypeError, "init is 'x'; wanted a function"),
     Wrong(lambda m: fc.wrap.by_name("layers.["), ValueError, "is not a pattern of names"),
