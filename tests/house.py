@@ -572,7 +572,7 @@ def check_fields(package: Path) -> list[str]:
 
 
 def check_tests(package: Path) -> list[str]:
-    """Files of tests beside the package are short, and so are the names of tests."""
+    """Files and names of tests are short, and what is defined in a test is called there."""
     wrong = []
     for path in sorted((package.parent / "tests").rglob("*.py")):
         where = path.relative_to(package.parent).as_posix()
@@ -585,5 +585,11 @@ def check_tests(package: Path) -> list[str]:
             f"{where}: {name} has more than {MAX_TEST_NAME} letters"
             for name in names
             if len(name) > MAX_TEST_NAME
+        ]
+        wrong += [
+            f"{where}: {name} is never called"
+            for block in re.split(r"^(?=def |class |@)", text, flags=re.MULTILINE)
+            for name in re.findall(r"^    def (\w+)", block, re.MULTILINE)
+            if block.startswith("def ") and len(re.findall(rf"\b{name}\b", block)) == 1
         ]
     return wrong

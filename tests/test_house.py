@@ -350,7 +350,11 @@ def test_files_and_names_of_tests_are_checked(tmp_path: Path) -> None:
     (tests / "test_one.py").write_text(f"def {name}(): ...\n" + "x = 1\n" * 598, "utf-8")
     assert not check_tests(package)
     (tests / "test_two.py").write_text(f"def {name}a(): ...\n" + "x = 1\n" * 599, "utf-8")
+    inner = "def test_it():\n    def ranks(rank):\n        assert rank\n"
+    (tests / "test_three.py").write_text(f"{inner}\n    run(ranks)\n", "utf-8")
     assert len(check_tests(package)) == 2
+    (tests / "test_three.py").write_text(inner, "utf-8")
+    assert check_tests(package)[0] == "tests/core/test_three.py: ranks is never called"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import fsdp_compose as fc
 from fsdp_compose import gathered, is_fully_sharded, reshard, unshard
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
-from harness import TORCH, run_ranks
+from harness import TORCH, run_ranks, simulate_ranks
 from models import Tower, by_block, data, seeded, sgd, square, whole
 
 
@@ -308,6 +308,10 @@ def test_gradients_asked_for_that_one_rank_uses() -> None:
             assert found[0].eq(0.5).all() and found[1] is None
             with pytest.raises(RuntimeError, match="not have been used"):
                 torch.autograd.grad(bias.sum(), [bias, weight])
+
+    simulate_ranks(check, 2)
+
+    run_ranks(check, 2)
 
 
 def test_closures_in_a_scope_see_whole_parameters() -> None:

@@ -274,6 +274,8 @@ def test_kept_tensors_get_one_hook_each() -> None:
         square(model, data(4, rank))
         assert len(model[1].kept[0]._backward_hooks) == 1
 
+    run_ranks(ranks, 2)
+
 
 class TwoInputs(nn.Module):
     """Reads two inputs."""
