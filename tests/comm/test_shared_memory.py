@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import resource
 import signal
@@ -33,7 +34,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.buckets.bucket import SentCopy
 from fsdp_compose.comm import shared_memory, transports
-from fsdp_compose.comm.shared_memory import Offer, Reading, Segments, all_segments
+from fsdp_compose.comm.shared_memory import Offer, Reading, Segments, _Peer, all_segments
 from fsdp_compose.comm.transports import PAIRS, _Read
 
 from harness import RankFailure, rank_errors, run_ranks
@@ -203,6 +204,17 @@ def check_tickets(rank: int) -> None:
 
 def test_a_copy_is_offered_again() -> None:
     run_ranks(check_tickets, 2)
+
+
+def test_what_a_slot_holds_is_read_where_it_lies_now() -> None:
+    """A rank offers more in the slot than before, or has given it another place in its segment."""
+    size, fd = mmap.PAGESIZE, os.memfd_create("segment")
+    os.write(fd, b"a" * 2 * size + b"b" * size)
+    peer = _Peer(fd, memoryview(b""))
+    for start, nbytes, wanted in ((0, 8, "a"), (0, 2 * size, "a"), (2 * size, 8, "b")):
+        found = peer.read(Offer(1, 0, start, nbytes))
+        assert found.numel() == nbytes and bool((found == ord(wanted)).all())
+    os.close(fd)
 
 
 def test_kept_copies_are_given_back() -> None:

@@ -21,13 +21,21 @@ from models import Tolerance, Tower, by_block, compare, data, mesh_of_replicas, 
 from structured import MAKE, matrices, others, wholes
 
 
+def turned() -> Tower:
+    """With a weight whose storage has another order."""
+    model = Tower()
+    weight = model.blocks[1].up.weight
+    weight.data = weight.data.t().contiguous().t()
+    return model
+
+
 class Pair:
     """A sharded model stepped by owners, and a plain one that is given the same gradients."""
 
     def __init__(self, make: Any, rank: int, granularity: Any = wholes, **options: Any) -> None:
         self.rank = rank
-        self.plain = seeded(Tower)
-        self.model = by_block(seeded(Tower), granularity=granularity, **options)
+        self.plain = seeded(turned)
+        self.model = by_block(seeded(turned), granularity=granularity, **options)
         self.optim = fc.owner_step(matrices(self.model), make)
         self.rest = torch.optim.AdamW(others(self.model), lr=0.01)
         self.plain_optim = make(matrices(self.plain))
