@@ -215,7 +215,7 @@ class OnDevice:
         return self.value
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor(0.0)  # it has not arrived
+        return torch.tensor(3.0)  # it has not arrived
 
 
 @pytest.mark.parametrize("over", [nn.Module.parameters, flat_parameters, local_parameters])
@@ -225,6 +225,8 @@ def test_offloaded_gradients_wait_for_the_scale(over: Any) -> None:
     optim = torch.optim.SGD(over(model), lr=0.1)
     scaler = make(GradScaler)
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    found = scaler._unscale_grads_(optim, OnDevice(1.0), OnDevice(0.0), True)
+    assert found == {torch.device("cpu"): torch.tensor(0.0)}
     model.bias.grad.to_local()[0] = float("inf")
     found = scaler._unscale_grads_(optim, OnDevice(0.5), OnDevice(0.0), True)
     assert found == {torch.device("cpu"): torch.tensor(1.0)}
