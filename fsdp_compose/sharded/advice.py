@@ -141,6 +141,11 @@ EXPORT = (
     "fsdp_compose.undo(copy.deepcopy(model)), which every rank calls, or a plain model that loaded "
     "fsdp_compose.state_dict(model, kind='full')."
 )
+TRACKING = (
+    "Trackers of torch.distributed._tools read the memory of whole parameters: track a plain "
+    "model. fsdp_compose.explain(model) counts what a sharded model holds now, "
+    "fsdp_compose.plan(model, sample=(inputs,)) what its step needs, activations too."
+)
 GRAPH = (
     "This torch.fx.GraphModule was made from sharded modules, by symbolic_trace or as a copy of a "
     "sharded GraphModule, and lacks the hooks that gather them. Trace or copy the plain model, "
@@ -223,6 +228,7 @@ _BY_PACKAGE = {
     "opacus": PRIVACY,
     "safetensors": RAW,
     "torch._export": EXPORT,
+    "torch.distributed._tools": TRACKING,
     "torch.export": EXPORT,
     "torchao.quantization": QUANTIZED,
 }

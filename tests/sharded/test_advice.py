@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_compose as fc
@@ -284,6 +285,12 @@ def test_nodes_of_the_graph_have_hooks_to_use_instead() -> None:
         handle.remove()
 
     run_ranks(ranks, 2)
+
+
+def test_memory_trackers_are_told_what_counts_instead() -> None:
+    model = by_block(seeded(Tower))
+    with pytest.raises(ShardedWeightError, match=r"read the memory.*plan\(model, sample="):
+        MemTracker().track_external(model)
 
 
 def test_opacus_is_refused_in_one_line() -> None:
