@@ -111,15 +111,16 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
         return
     unknown: dict[object, Log] = {log: log for log in logs if log.steps.parameter is None}
     params = (param for group in optimizer.param_groups for param in group["params"])
-    settings: Settings | None = None
+    noted: set[Log] = set()
     with raw():
         for param in params:
             bucket = _find_bucket(param)
             log: Any = None if bucket is None else bucket.users.caller
             if bucket is None or log is None:
                 continue
-            settings = settings or take_settings(optimizer)
-            log.steps.settings[id(optimizer)] = settings
+            if log not in noted:
+                noted.add(log)
+                log.steps.settings[id(optimizer)] = take_settings(optimizer, log)
             if log in unknown and get_grad(param) is not None:
                 spec = (entry_of(param) or bucket.entries[0]).spec
                 log.steps.parameter = spec.unit, spec.fqn
@@ -138,10 +139,13 @@ def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:
     return found
 
 
-def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
-    """What the groups of an optimizer say now, for ranks to compare; no device is waited for."""
+def take_settings(optimizer: torch.optim.Optimizer, log: Log) -> Settings:
+    """What the groups of an optimizer say now, for ranks to compare; no device is waited for.
+
+    Of parameters that other ranks share than those of ``log``, as of experts, the groups alone.
+    """
     settings = [_list_numbers(group) for group in optimizer.param_groups]
-    passed_over = _list_without_gradient(optimizer)
+    passed_over = _list_without_gradient(optimizer, log)
     names = [zlib.crc32(f"{unit} {name}".encode()) for unit, name in passed_over]
     values = [tuple(map(_steady, numbers.values())) for numbers in settings]
     number = hash(frozenset([*values, *names]))
@@ -151,7 +155,7 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
         stepped = ref()
         groups = [] if stepped is None else stepped.param_groups
         return {
-            name: {k: repr(v) for k, v in numbers.items()} | _show_gradient(param, passed_over)
+            name: {k: repr(v) for k, v in numbers.items()} | _show_gradient(param, log, passed_over)
             for group, numbers in zip(groups, settings, strict=False)
             for param in group["params"]
             for name in _list_names([param])
@@ -160,20 +164,28 @@ def take_settings(optimizer: torch.optim.Optimizer) -> Settings:
     return Settings(number, by_parameter)
 
 
-def _show_gradient(param: nn.Parameter, passed_over: Collection[tuple[str, str]]) -> dict[str, str]:
+def _show_gradient(
+    param: nn.Parameter, log: Log, passed_over: Collection[tuple[str, str]]
+) -> dict[str, str]:
     """Whether a sharded one was stepped with a gradient; nothing where no element of it is here."""
-    spec = spec_of(param) if is_sharded_parameter(param) else None
+    spec = spec_of(param) if is_sharded_parameter(param) and _is_of(param, log) else None
     if spec is None or spec.start == spec.stop:
         return {}
     return {"gradient": "None" if (spec.unit, spec.fqn) in passed_over else "a tensor"}
 
 
-def _list_without_gradient(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+def _is_of(param: nn.Parameter, log: Log) -> bool:
+    bucket = _find_bucket(param)
+    return bucket is not None and bucket.users.caller is log
+
+
+def _list_without_gradient(optimizer: torch.optim.Optimizer, log: Log) -> list[tuple[str, str]]:
     """(unit, parameter) of the sharded parameters that were to be trained and had no gradient."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with raw():
         missing = list(compress(params, map(is_, map(get_grad, params), repeat(None))))
         trained = [p for p in missing if is_sharded_parameter(p) and requires_grad(p)]
+        trained = [p for p in trained if _is_of(p, log)]
     return _list_names(trained)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
@@ -245,3 +246,31 @@ def test_parameters_that_no_rank_used_are_no_error() -> None:
         assert model.c.weight.grad is None
 
     simulate_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_experts_of_one_name_without_tokens(copies: int) -> None:
+    """Ranks that hold other experts step some without a gradient; those that share one raise."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (copies, 2), mesh_dim_names=("edp", "ep"))
+        model = nn.ModuleDict({"dense": seeded(Tower), "expert": seeded(Tower, rank % 2)})
+        by_block(model["expert"], mesh=mesh["edp"])
+        fc.set_gradient_divide_factor(model["expert"], 2.0 * copies)
+        fc.fully_shard(model["dense"])
+        optim = sgd(model.parameters())
+        for seed in range(3):
+            parts = [model["dense"], *([model["expert"]] if rank % 2 or seed != 1 else [])]
+            sum(square(part, data(seed, rank)) for part in parts).backward()
+            optim.step()
+            optim.zero_grad()
+        if copies == 2:
+            backward(model["expert"], rank, 3)
+            if rank < 2:
+                clear_one(model["expert"])
+            optim.step()
+            optim.zero_grad()
+            with pytest.raises(RuntimeError, match=STEPPED):
+                backward(model["expert"], rank, 4)
+
+    simulate_ranks(ranks, 2 * copies)
