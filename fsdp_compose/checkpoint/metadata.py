@@ -120,6 +120,7 @@ def read_metadata(path: Path) -> tuple[Metadata, Sum]:
             f"{path}: "
             + ("half-written: a first save to it was not finished" if half else "no checkpoint")
             + f" (there is no {METADATA} file)."
+            + ("" if half else " load_full loads safetensors.")
         )
     data = file.read_bytes()
     total = Sum(len(data), zlib.crc32(data))

@@ -210,7 +210,7 @@ def test_what_a_save_did_not_make_is_left_alone(tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "manifest.json").write_text("[1]")
     model = fc.fully_shard(net())
-    with pytest.raises(RuntimeError, match="no checkpoint"):
+    with pytest.raises(RuntimeError, match=r"no checkpoint .* load_full loads safetensors"):
         fc.load_checkpoint(tmp_path, model)
     for _ in range(2):
         fc.save_checkpoint(tmp_path, model)
@@ -221,6 +221,16 @@ def test_what_a_save_did_not_make_is_left_alone(tmp_path: Path) -> None:
     (target / "data-train").mkdir(parents=True)
     assert main(["checkpoint", "convert", str(tmp_path), str(target)]) == 2
     assert (target / "data-train").is_dir()
+
+
+def test_each_kind_of_file_names_what_loads_it(tmp_path: Path) -> None:
+    model = fc.fully_shard(net())
+    fc.save_checkpoint(tmp_path, model)
+    with pytest.raises(RuntimeError, match="a sharded checkpoint, which load_checkpoint loads"):
+        fc.load_full(tmp_path, model)
+    torch.save(net().state_dict(), tmp_path / "model.pt")
+    with pytest.raises(RuntimeError, match=r"a file of torch\.save; wanted one of safetensors"):
+        fc.load_full(tmp_path / "model.pt", model)
 
 
 @pytest.mark.parametrize("checksum", [True, False])

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.checkpoint.files import (
+    METADATA,
     Sum,
     committing,
     describe_lost,
@@ -200,8 +201,10 @@ def find_stored(path: Path, file_format: Format) -> Found:
         files = sorted(path.glob(f"*{suffix}"))
         if len(files) != 1:
             what = f"no {suffix} file" if not files else f"{len(files)} files and no index"
+            is_sharded = (path / METADATA).is_file()
             raise RuntimeError(
                 f"{path}: {what}; wanted a file, or a folder with {file_format.index}."
+                + (" It is a sharded checkpoint, which load_checkpoint loads." * is_sharded)
             )
         return _of_file(files[0], file_format)
     (index,) = indices

@@ -46,6 +46,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_TORCH_SAVE = b"PK\x03\x04"  # torch.save makes a zip file
 _MAX_HEADER = 100_000_000  # what the format's own reader accepts
 
 
@@ -108,7 +109,13 @@ def read_file(path: Path) -> dict[str, Stored]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            begin = file.read(8)
+            length = int.from_bytes(begin, "little")
+            if begin.startswith(_TORCH_SAVE):
+                raise RuntimeError(
+                    f"{path}: a file of torch.save; wanted one of safetensors. Call "
+                    "model.load_state_dict(torch.load(path)) on every rank."
+                )
             if size < 8 or 8 + length > size or length > _MAX_HEADER:
                 raise RuntimeError(f"{path}: truncated or not a safetensors file ({size} bytes).")
             header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
