@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_function
+from fsdp_compose.base.arguments import check_function, describe_value
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.policy import (
@@ -67,8 +67,8 @@ def plan_shards(
     _check_options(options, "fully_shard")
     if units is not None and not isinstance(units, Policy):
         raise TypeError(
-            f"fully_shard: units is {units!r}; wanted a policy of fsdp_compose.wrap, such as "
-            "wrap.by_class({Block})."
+            f"fully_shard: units is {describe_value(units)}; wanted a policy of fsdp_compose.wrap, "
+            "such as wrap.by_class({Block}) or wrap.by_fn(lambda fqn, module: ...)."
         )
     if units is not None and len(modules) != 1:
         raise ValueError("fully_shard: units goes with one module, not with a sequence of them.")
@@ -130,13 +130,14 @@ def _check_options(options: Options, where: str) -> None:
         ("offload_policy", options.offload, Offload, "Offload(params=True)"),
     ):
         if not isinstance(value, kind):
-            raise TypeError(f"{where}: {name} is {value!r}; wanted such as fsdp_compose.{such}.")
+            found = describe_value(value)
+            raise TypeError(f"{where}: {name} is {found}; wanted such as fsdp_compose.{such}.")
     if not isinstance(options.mp, MixedPrecision):
         if not callable(options.mp):
             raise TypeError(
-                f"{where}: mp_policy is {options.mp!r}; wanted fsdp_compose.MixedPrecision("
-                "param_dtype=...), a function (fqn, parameter) that returns one or None, or a dict "
-                "of them by pattern of names."
+                f"{where}: mp_policy is {describe_value(options.mp)}; wanted "
+                "fsdp_compose.MixedPrecision(param_dtype=...), a function (fqn, parameter) that "
+                "returns one or None, or a dict of them by pattern of names."
             )
         check_function(where, "mp_policy", options.mp, "(fqn, parameter)")
     if options.transport is not None and not isinstance(options.transport, Transport):

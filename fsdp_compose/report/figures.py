@@ -224,7 +224,7 @@ class Plan:
 
 
 _GLOSSARY = (
-    "A unit is gathered as a whole. Between its uses a rank keeps only its shard of it. "
+    "A unit is gathered as a whole. A rank keeps its shard, and the rest while it is gathered. "
     "Padding belongs to no parameter."
 )
 

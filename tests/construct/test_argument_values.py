@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
 
@@ -40,6 +41,10 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 def sgd_groups(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
 
 
 def swapped_grid() -> Any:
@@ -132,6 +137,9 @@ WRONG = [
     Wrong(lambda m: fc.plan(nn.Linear(2, 2), world_size=2, ignored=nn.Linear), TypeError,
           "plan: ignored is a type; wanted a sequence"),
     Wrong(lambda m: fc.fully_shard(nn.Linear(2, 2), mesh=torch.ones(2)), TypeError, "mesh is"),
+    Wrong(lambda m: fc.fully_shard(tower(), units=list(tower())), TypeError, "units is a list; wa"),
+    Wrong(lambda m: fc.fully_shard(tower(), mp_policy=torch_fsdp.MixedPrecision(torch.float16)),
+          TypeError, "mp_policy is a MixedPrecision; wanted fsdp_compose.MixedPrecision("),
     Wrong(lambda m: fc.fully_shard(nn.Linear(2, 2), mesh=swapped_grid()), ValueError,
           "mesh has dimensions ('shard', 'replicate'); wanted (replicate, shard)"),
     Wrong(lambda m: list(fc.iter_full(m, device=[])), TypeError, "device is []; wanted a torch.de"),
