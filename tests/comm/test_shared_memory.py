@@ -200,6 +200,10 @@ def check_tickets(rank: int) -> None:
         reading.close()
         dist.barrier()
     assert segments._is_free(first.slot, slot)
+    lent = segments.lend(64)
+    assert lent is not None
+    first, again = segments.offer(lent.memory), segments.offer(lent.memory)
+    assert first.slot != again.slot, "it may have been written, while the first offer is read"
 
 
 def test_a_copy_is_offered_again() -> None:
