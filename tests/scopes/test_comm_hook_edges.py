@@ -91,6 +91,15 @@ def test_int8_with_fewer_elements_than_ranks(size: int) -> None:
     simulate_ranks(check, 3)
 
 
+def test_int8_errors_are_kept_in_float32() -> None:
+    """Also of gradients in bfloat16, in which what rounding takes would be rounded away."""
+    half, model = torch.bfloat16, nn.Linear(2, 2)
+    state = fc.Int8ErrorFeedback()
+    coded(model, state, mp_policy=fc.MixedPrecision(half, half))
+    model(torch.randn(3, 2)).sum().backward()
+    assert [error.dtype for error in state.errors.values()] == [torch.float32]
+
+
 def test_int8_state_after_sharding_anew() -> None:
     """What rounding took from other buckets is not added to those of the same name."""
 
