@@ -47,11 +47,6 @@ def mesh_of(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def subgroup(rank: int) -> Any:
-    """A group of rank 0 alone; what other ranks get is not a group they are in."""
-    return dist.new_group([0])
-
-
 CASES: dict[str, tuple[Attempt, str, str]] = {
     "not a module": (
         lambda m, r: fully_shard([m, "text"]), "TypeError", "wanted an nn.Module",
