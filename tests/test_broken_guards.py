@@ -425,7 +425,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         CLEARED, "test_settings_are_compared_after_a_difference",
     ),
     "steps without a gradient": (
-        put(step_guard, "_list_without_gradient", lambda optimizer: []),
+        put(step_guard, "_list_without_gradient", lambda optimizer, log: []),
         CLEARED, "test_a_step_without_it_is_found_in_the_next", clear_first,
     ),
     # The end of a process.
