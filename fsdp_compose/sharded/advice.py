@@ -30,8 +30,8 @@ __all__ = [
     "SAVING",
     "STATE_KEY",
     "TENSOR_PARALLEL_FIRST",
-    "WHOLE_COPY",
     "advise",
+    "advise_on_target",
     "is_called_by",
     "is_exporting",
 ]
@@ -71,6 +71,18 @@ WHOLE_COPY = (
     "through undo: take saved = optim_state_dict(model, optim, kind='full'), build a new optimizer "
     "after that call, and load_optim_state_dict(model, new, saved). An optimizer whose step makes "
     "whole tensors, as SM3's does, is one for owner_step(params, lambda groups: SM3(groups, ...)). "
+    f"{_COPIES}"
+)
+TORCHS_FSDP = (
+    "torch.distributed.fsdp was called around modules that are sharded here already: use one of "
+    "the two. To have the rest sharded too, fsdp_compose.fully_shard(model); to leave the rest to "
+    "torch, its fully_shard with ignored_params=set(part.parameters()), and ignored= of it here."
+)
+COLLECTIVE = (
+    "Gradients are averaged over the ranks of a unit in backward, and its weights start alike: "
+    "leave out what a script without sharding sends for that. What else is to be combined, such as "
+    "the gradient of a weight that two pipeline stages share, is whole in `with "
+    "fsdp_compose.gathered(module, with_grads=True, writeback=True):`. "
     f"{_COPIES}"
 )
 INTO_SCOPE = (
@@ -175,6 +187,12 @@ _IS_VECTOR = re.compile(r"lbfgs", re.IGNORECASE)
 
 def _in_optimizer(name: str) -> str:
     """What to call instead in an optimizer of that name."""
+    if name == "ZeroRedundancyOptimizer":
+        return (
+            f"{name} keeps each rank's share of the state, and the state of sharded parameters is "
+            "cut over the ranks already: use the optimizer that it was given, over "
+            "model.parameters()."
+        )
     if _IS_VECTOR.search(name):
         return (
             f"{name} takes all parameters as one vector, so it cannot step a sharded model: "
@@ -229,6 +247,7 @@ _BY_PACKAGE = {
     "safetensors": RAW,
     "torch._export": EXPORT,
     "torch.distributed._tools": TRACKING,
+    "torch.distributed.fsdp": TORCHS_FSDP,
     "torch.export": EXPORT,
     "torchao.quantization": QUANTIZED,
 }
@@ -245,6 +264,7 @@ _BY_CALLER = {
     ("fsdp_compose.sharded.tensor", "on_slice"): HOOK,
     ("torch.optim.swa_utils", "update_parameters"): WHOLE_COPY,
 }
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.nn.functional")
 _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 
 
@@ -282,6 +302,8 @@ def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> 
             return GENERATOR if frame.f_code.co_flags & _LAZY else _in_method(owner, name, unit)
     if func in MEMORY:
         return RAW
+    if getattr(func, "__module__", "") in _COLLECTIVES:
+        return COLLECTIVE
     if is_copy:
         return COPIED
     return f"{EDGE} {ANY}" if func in _EDGES else ANY
@@ -291,6 +313,13 @@ def _heads(module: nn.Module, unit: str) -> bool:
     """Whether ``module`` is one of the unit's own."""
     state = module.__dict__.get(STATE_KEY)
     return state is not None and bool(state.unit.name == unit)
+
+
+def advise_on_target() -> str:
+    """What to call instead of writing a slice into a plain tensor."""
+    names = (str(frame.f_globals.get("__name__", "")) for frame in _callers())
+    is_torchs = any(name.startswith("torch.distributed.fsdp.") for name in names)
+    return TORCHS_FSDP if is_torchs else WHOLE_COPY
 
 
 def is_called_by(function: Callable[..., Any]) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.torch_private import is_opaque, transforms_active
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.sharded import ops
-from fsdp_compose.sharded.advice import INTO_SCOPE, WHOLE_COPY
+from fsdp_compose.sharded.advice import INTO_SCOPE, advise_on_target
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import is_sharded
@@ -42,7 +42,7 @@ def refuse_target(func: Any, target: Any, spec: ShardSpec) -> NoReturn:
     """Raise D1 for a slice that would be written into ``target``, which is whole."""
     if isinstance(target, nn.Parameter) and "full_tensor" in dir(target):
         refuse(func, spec, "it would write a slice into a whole parameter", INTO_SCOPE)
-    refuse(func, spec, "it would write a slice into a plain tensor", WHOLE_COPY)
+    refuse(func, spec, "it would write a slice into a plain tensor", advise_on_target())
 
 
 def cut_operands(func: Any, args: Any, kwargs: Any, spec: ShardSpec) -> tuple[Any, Any]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import fsdp_compose as fc
+from fsdp_compose.sharded import ShardedWeightError
 
 from harness import run_ranks
-from models import Tower, data, seeded, square
+from models import Tower, by_block, data, seeded, square
 
 
 def wrap(module: nn.Module) -> nn.Module:
@@ -50,5 +53,37 @@ def test_torchs_fsdp_inside_is_refused_by_name() -> None:
         fc.fully_shard(model, ignored=[model.blocks[1]])
         square(model, data(0, rank)).backward()
         assert model.head.weight.grad is not None and model.blocks[1].up.weight.grad is not None
+
+    run_ranks(ranks, 2)
+
+
+def all_reduce(model: nn.Module) -> None:
+    dist.all_reduce(model.head.weight.grad)
+
+
+def step_cut(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's, that what it imports is deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
+
+
+REFUSED: dict[str, Callable[[nn.Module], object]] = {
+    r"torch.distributed.fsdp was called around modules that are sharded here": fsdp2,
+    r"torch.cat needs .* torch.distributed.fsdp was called around": wrap,
+    r"all_reduce needs .* averaged over the ranks of a unit in backward": all_reduce,
+    r"ZeroRedundancyOptimizer keeps each rank's share .* cut over the ranks already": step_cut,
+}
+
+
+def test_what_else_averages_and_cuts_is_told_so() -> None:
+    """Torch's FSDP around units, collectives on gradients, its optimizer that cuts state."""
+
+    def ranks(rank: int) -> None:
+        for text, call in REFUSED.items():
+            model = by_block(seeded(Tower))
+            square(model, data(0, rank)).backward()
+            with pytest.raises(ShardedWeightError, match=text):
+                call(model)
 
     run_ranks(ranks, 2)
