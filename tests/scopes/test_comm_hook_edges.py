@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose.comm.grad_bucket import GradBucket
+from fsdp_compose.scopes.comm_hooks import restore, snapshot
 
-from harness import rank_errors, run_ranks, simulate_ranks
+from harness import fake_world, rank_errors, run_ranks, simulate_ranks
 from models import data, mesh_of_replicas, units
 
 F32 = torch.float32
@@ -98,6 +99,17 @@ def test_int8_errors_are_kept_in_float32() -> None:
     coded(model, state, mp_policy=fc.MixedPrecision(half, half))
     model(torch.randn(3, 2)).sum().backward()
     assert [error.dtype for error in state.errors.values()] == [torch.float32]
+
+
+def test_states_are_restored_for_the_same_layout() -> None:
+    """Where a bucket is cut elsewhere, what is remembered is of other elements."""
+    with fake_world(2):
+        models = [nn.Linear(5, 3) for _ in range(3)]
+        for model, granularity in zip(models, (1, 1, "tensor"), strict=True):
+            coded(model, granularity=lambda *_, g=granularity: g)
+        first, same, other = models
+        saved = snapshot(first)
+        assert saved is not None and restore(same, saved) and not restore(other, saved)
 
 
 def test_int8_state_after_sharding_anew() -> None:
