@@ -129,6 +129,15 @@ def test_what_waits_for_the_host_and_other_batches() -> None:
     simulate_ranks(look, 2)
 
 
+def test_what_waits_is_converted_with_its_module() -> None:
+    model, _ = sharded({})
+    with fc.no_sync(model):
+        square(model, data(0, 0)).backward()
+    model.float()
+    found = [pending.unreduced for pending in fc.pending_gradients(model).values()]
+    assert found and {grad.dtype for grad in found} == {torch.float32}
+
+
 def test_with_tensor_parallelism_and_real_ranks() -> None:
     """What waits for a DTensor is one, placed as the parameter is; one rank may ask alone."""
 
