@@ -90,15 +90,15 @@ def test_half_precision_hooks_move_half_the_bytes() -> None:
 
 
 def test_fp16_hook_does_not_overflow() -> None:
-    """The fp16 hook does not overflow where a sum of halves would."""
+    """The fp16 hook does not overflow where a sum of halves, or one rank's gradient, would."""
 
     def train(rank: int) -> float:
         model = fc.fully_shard(nn.Linear(4, 1, bias=False))
         fc.register_comm_hook(model, None, fc.fp16_compress_hook)
-        model(torch.full((1, 4), 60000.0)).sum().backward()
+        model(torch.full((1, 4), 4 * 49152.0)).sum().backward()
         return float(model.weight.grad.full_tensor().max())
 
-    assert run_ranks(train, 4) == [60000.0] * 4
+    assert run_ranks(train, 4) == [4 * 49152.0] * 4
 
 
 def int8_run(rank: int, ranks: int, restart: bool) -> list[Tensor]:
