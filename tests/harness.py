@@ -123,6 +123,7 @@ if DEVICE == "cpu":
 
 def _train() -> None:
     """Whatever a process does at its first sharded steps is done before it is forked."""
+    torch.manual_seed(0)
     model = fsdp_compose.fully_shard(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -464,7 +465,10 @@ def _settle(output: IO[bytes], stacks: IO[bytes], timeout: float) -> None:
         if name in {interface for _, interface in socket.if_nameindex()}:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else it resolves the host name
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        torch.default_generator.manual_seed(0)  # torch.manual_seed asks all kinds of devices
+    else:
+        torch.manual_seed(0)
 
 
 def _outcome(call: Callable[[], Any], world: _World | None) -> bytes:
