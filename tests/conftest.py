@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked OpenMP pool has no threads
@@ -40,7 +39,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--queue", type=int, help="run the files whose numbers this pipe hands out")
+    parser.addoption("--parts", type=int, help="forks of pytest that share the files of tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,22 +120,9 @@ def use_large_pages() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """With ``--queue``: one file after another, each by whichever part comes for it first."""
-    queue = session.config.getoption("queue")
-    if queue is None or session.testsfailed:
+    parts = session.config.getoption("parts")
+    if parts is None or session.testsfailed or session.config.option.collectonly:
         return None  # pytest's own loop, which also reports what could not be collected
-    files: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in session.items:
-        files[item.nodeid.split("::")[0]].append(item)
-    # All parts see the same order: slow tests first, then the files of the most tests.
-    slow = lambda item: item.get_closest_marker("slow") is not None  # noqa: E731
-    order = sorted(files.values(), key=lambda tests: (-sum(map(slow, tests)), -len(tests)))
-    while (number := int.from_bytes(os.read(queue, 2), "big")) < len(order):
-        tests = order[number]
-        for test, following in zip(tests, [*tests[1:], None]):
-            session.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
-            if session.shouldfail:
-                raise session.Failed(session.shouldfail)
-            if session.shouldstop:
-                raise session.Interrupted(session.shouldstop)
-    return True
+    from in_parts import run_in_parts
+
+    return run_in_parts(session, parts)
