@@ -38,15 +38,6 @@ def command(name: str, *args: object) -> list[str]:
     return [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, args)]
 
 
-def run(name: str, *args: object) -> str:
-    """What the example printed; fails with what it complained of."""
-    done = subprocess.run(
-        command(name, *args), check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def run_forked(name: str, *args: object) -> str:
     return run_script(EXAMPLES / f"{name}.py", *args)
 
@@ -125,14 +116,16 @@ def test_gradient_penalty_equals_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_streamed_weights_give_the_same_loss() -> None:
-    printed = run("stream_weights", "--steps", 6, "--every", 3)
+def test_streamed_weights_give_the_same_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run_forked("stream_weights", "--steps", 6, "--every", 3)
+    printed += capsys.readouterr().out  # the server's
     trained, served = (
         numbers(r + r" held-out loss ([\d.]+)", printed) for r in (r"step \d+:", r"server \d+:")
     )
     assert trained == pytest.approx(served, abs=2e-5) and len(trained) == 2
     assert trained[0] != trained[1]
-    assert not alive(server_of(printed))
+    server = server_of(printed)
+    wait_until(lambda: not alive(server), 20)
 
 
 @pytest.mark.slow
