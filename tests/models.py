@@ -209,13 +209,30 @@ class Tolerance:
 
 
 def compare(what: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
+    found = found.to(wanted.device)  # that of an offloaded parameter is on the host
+    if are_close(found, wanted, tolerance):
+        return
     torch.testing.assert_close(
-        found.to(wanted.device),  # that of an offloaded parameter is on the host
+        found,
         wanted,
         rtol=tolerance.rtol,
         atol=tolerance.atol,
         equal_nan=True,
         msg=lambda text: f"{what}: {text}",
+    )
+
+
+def are_close(found: Tensor, wanted: Tensor, tolerance: Tolerance) -> bool:
+    """What assert_close asks of plain floats, in a third of its time; of other tensors no.
+
+    A rank's first call of assert_close copies 450 pages.
+    """
+    return (
+        {type(found), type(wanted)} <= {Tensor, nn.Parameter}
+        and found.is_floating_point()
+        and (found.dtype, found.shape, found.layout) == (wanted.dtype, wanted.shape, torch.strided)
+        and wanted.layout == torch.strided
+        and torch.allclose(found, wanted, tolerance.rtol, tolerance.atol, equal_nan=True)
     )
 
 
