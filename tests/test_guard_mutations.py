@@ -60,7 +60,7 @@ def give_zeros() -> None:
         like = next(grad for grad in grads if grad is not None)
         shapes = [[shape[d] for d in dims] for _, _, shape, dims in traced.views]
         full = [like.new_zeros(s) if g is None else g for g, s in zip(grads, shapes, strict=True)]
-        return torch.ops.fsdp_compose.reduce(full, list(range(len(full))), ctx.key, 0), None
+        return torch.ops.fsdp_compose.reduce(full, [*range(len(full))], ctx.key, 0), None, None
 
     compiling.Show.backward = staticmethod(backward)  # type: ignore[method-assign]
 

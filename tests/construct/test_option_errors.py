@@ -55,14 +55,14 @@ OPTIONS = [
     option("mp_policy", lambda n, p: BF16, "MixedPrecision(...) or None"),
     option("mp_policy", {"**": BF16}, "MixedPrecision(...) or None"),
     option("mp_policy", {5: MixedPrecision()}, "pattern of names"),
-    *(option("offload_policy", v, "Offload(...)")
+    *(option("offload_policy", v, "Offload(params=True)")
       for v in (True, "cpu", Offload, CPUOffloadPolicy())),
     *(option("ignored", v, "ignored=[...]") for v in (5, None, "first", nn.Linear(1, 1))),
     option("ignored", ["first"], "parameters, buffers and modules"),
     *(option("granularity", v, "'row' or 'tensor'", ValueError)
       for v in ("column", 0, -1, 2.5, True, [4], {"**": "col"}, lambda n, p: 0)),
     *(option("granularity", v, "a function of (fqn, parameter)") for v in (lambda p: 1, int)),
-    *(option("prefetch", v, "Prefetch(...)") for v in (2, None, Prefetch, True)),
+    *(option("prefetch", v, "Prefetch(forward=1, backward=1)") for v in (2, None, Prefetch, True)),
     *(option("init", v, "'broadcast'", ValueError) for v in ("random", None, [], 0)),
     *(option("param_init_fn", v, "wanted a function of (module)")
       for v in (5, "reset", lambda: None, lambda a, b: None, nn.Linear)),
