@@ -148,7 +148,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "default": {},
     "HYBRID_SHARD": {"strategy": ShardingStrategy.HYBRID_SHARD},
     "HYBRID_SHARD_ZERO2": {"strategy": ShardingStrategy.HYBRID_SHARD_ZERO2},
-    "keep": {"reshard_after_forward": False},
 }
 
 

@@ -68,12 +68,10 @@ class Cast(Tower):
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "to float32": lambda m: m.to(torch.float32),
     "float": lambda m: m.float(),
     "bfloat16": lambda m: m.bfloat16(),
     "half": lambda m: m.half(),
     "there and back": lambda m: m.half().double(),
-    "cpu": lambda m: m.cpu(),
     "to cpu": lambda m: m.to("cpu"),
     "data": lambda m: [setattr(p, "data", p.data.float()) for p in m.parameters()],
     "data like": lambda m: [setattr(p, "data", p.data * 2) for p in m.parameters()],
@@ -83,7 +81,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", list(CONVERSIONS))
 @pytest.mark.parametrize("shard", list(EVERY_SHARD))
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_training_goes_on_as_that_of_the_plain_module(name: str, shard: str, world: int) -> None:
     change = CONVERSIONS[name]
 
@@ -95,7 +93,7 @@ def test_training_goes_on_as_that_of_the_plain_module(name: str, shard: str, wor
         both(pair, change)
         if "data" not in name or name == "data":
             pair.plain = [pair.plain[0], *[copy_sharing(pair.plain[0]) for _ in range(world - 1)]]
-        pair.tolerance = loose if not name.startswith(("cpu", "to cpu", "data ")) else Tolerance()
+        pair.tolerance = loose if not name.startswith(("to cpu", "data ")) else Tolerance()
         pair.train(steps=3)
         assert [id(p) for p in pair.model.parameters()] == ids
         kinds = {p.dtype for p in pair.model.parameters()}
