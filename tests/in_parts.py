@@ -31,7 +31,7 @@ def run_in_parts(session: pytest.Session, parts: int) -> bool:
     files = sort_files(session)
     queue = hand_out_numbers(len(files))
     running: dict[Connection, tuple[int, list[Event]]] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # parts end with it
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 143))  # parts end with it
     missing = {item.nodeid for item in session.items}
     try:
         for _ in range(parts):
