@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -239,6 +240,39 @@ def check_parts_meet(rank: int) -> None:
     assert torch.allclose(*seen)
 
 
+def override_with_held() -> None:
+    original = passes.add_held
+
+    def add_held(engine: Any, task: Any) -> Any:
+        held = {entry: entry.spec.hooks.held for entry in engine.held}
+        return original(engine, task) | {e: grad for e, grad in held.items() if grad is not None}
+
+    passes.add_held = add_held
+
+
+def check_told_late(rank: int) -> None:
+    """A post-reduce hook sees what a penalty brings after the forward's part, also with a graph."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    fc.fully_shard(model, units=fc.wrap.by_class({nn.Linear}))
+    weight: Any = model[1].weight
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, params: list[Any]) -> None:
+        seen.extend(p.grad.full_tensor().detach() for p in params if p is weight)
+
+    fc.register_post_reduce_hook(model, note)
+    weight.register_hook(lambda grad: None)
+    for with_graph in (False, True):
+        model.zero_grad()
+        early = weight.square().sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a reference cycle
+            (square(model, data(0, rank)) + early).backward(create_graph=with_graph)
+    assert len(seen) == 2
+    assert torch.allclose(*seen)
+    assert torch.allclose(seen[0], weight.grad.full_tensor().detach())
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
     "zeros for what a compiled graph never used": (give_zeros, check_compiled_unused),
     "own gradients in scopes": (give_own, check_asked_in_scope),
@@ -288,6 +322,14 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
         lambda: setattr(parted_gradients, "will_accumulate", lambda leaf: False),
         check_parts_meet,
     ),
+    "post-reduce hooks told of the unit's part alone": (
+        lambda: setattr(parted_gradients, "will_accumulate", lambda leaf: False),
+        check_told_late,
+    ),
+    "post-reduce hooks never told late": (
+        lambda: setattr(passes, "tell_late", lambda task: None), check_told_late,
+    ),
+    "what is held takes the place of the rest": (override_with_held, check_told_late),
     "one rank skips alone": (
         lambda: setattr(skippable, "_agree", skip_alone), check_skipped,
     ),

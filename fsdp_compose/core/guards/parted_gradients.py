@@ -3,7 +3,7 @@
 One part is the unit's, which the engine reduces and sets. Another comes to the leaf itself, and
 autograd accumulates it, where the loss reads the parameter outside of its unit's forward, as a
 penalty on weights does. Of a parameter with hooks the part that is there first is held until the
-other comes, or, if that never does, until the backward ends. So do post-reduce hooks of a unit.
+other comes, or, if that never does, until the backward ends. Post-reduce hooks of a unit wait too.
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ def _hold(engine: Engine, entry: Entry, grad: Tensor) -> None:
 
 
 def add_held(engine: Engine, task: Task) -> dict[Entry, Tensor]:
-    """Gradients to set as ``task`` ends: those with a graph, and what is held where it is the last.
+    """The gradients to set as ``task`` ends: those with a graph, plus what is held.
 
-    What is held stands alone where the other part did not come.
+    What is held is set as the outermost backward ends, alone where the other part did not come.
+    Post-reduce hooks are told of gradients with a graph after that.
     """
     total = dict(task.results)
     if not engine.tasks:
@@ -130,9 +131,9 @@ def add_held(engine: Engine, task: Task) -> dict[Entry, Tensor]:
 
 
 def tell_reduced(unit: Unit, entries: list[Entry]) -> None:
-    """Call the unit's post-reduce hooks, or have the backward call them as it ends.
+    """Call the unit's post-reduce hooks.
 
-    That is where a part of a gradient comes to its leaf, before or after.
+    The backward calls them as it ends where it also brings a part of a gradient to its leaf.
     """
     task = unit.engine.tasks.get(graph_task_id())
     with raw():
