@@ -188,11 +188,11 @@ def _register_mapping(kind: type) -> None:
 
 def _register_sequence(kind: type) -> None:
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        return list(value), _Same(value)
+        return _items_of(value), _Same(value)
 
     def unflatten(same: Any, children: Any) -> Any:
         before, items = same.value, list(children)
-        if all(item is old for item, old in zip(items, before, strict=True)):
+        if all(item is old for item, old in zip(items, _items_of(before), strict=True)):
             return before  # such as a torch.Size, which is made in its own way
         if isinstance(before, list):
             rebuilt = copy.copy(before)
@@ -204,6 +204,11 @@ def _register_sequence(kind: type) -> None:
         return made
 
     optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)
+
+
+def _items_of(value: list[Any] | tuple[Any, ...]) -> list[Any]:
+    """What it holds, whatever its class has made of ``len(value)`` and ``iter(value)``."""
+    return [*(list if isinstance(value, list) else tuple).__iter__(value)]  # type: ignore[arg-type]
 
 
 def _register_dataclass(kind: type) -> None:

@@ -105,9 +105,12 @@ class Items(list):
 
 
 class Point(tuple):
-    """A tuple of a class of its own, with an attribute."""
+    """A tuple of a class of its own, with an attribute, that counts otherwise (as e3nn's do)."""
 
     source: str = ""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
 
 class Sealed:
