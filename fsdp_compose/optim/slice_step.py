@@ -127,7 +127,7 @@ def _take_step(optimizer: Optimizer, params: list[Any]) -> bool:
         _step(optimizer, params, found.grads, state, plan.fill(found))
         return True
     _plans.pop(optimizer, None)
-    _cut_first_state(optimizer)
+    cut_first_state(optimizer)
     known = _list_state(optimizer) if _is_elementwise(optimizer, params) else None
     if known is None:
         check_state(optimizer)
@@ -162,11 +162,13 @@ def _is_elementwise(optimizer: Optimizer, params: list[Any]) -> bool:
     return not any(group.get("differentiable") for group in groups)
 
 
-def _cut_first_state(optimizer: Optimizer) -> None:
+def cut_first_state(optimizer: Optimizer) -> None:
     """Cut state of whole parameters that was made before ``fully_shard``, if no step used it.
 
     Adagrad makes some when it is built, the same on every rank.
     """
+    if _find_kind(optimizer) is None:
+        return
     param: Any
     for param, values in optimizer.state.items():
         spec = param._shard_spec if type(param) is ShardedParameter else None

@@ -54,6 +54,30 @@ def test_adagrad_built_before_fully_shard(way: Any) -> None:
         simulate_ranks(body, ranks)
 
 
+def test_adagrad_built_early_resumes() -> None:
+    """What is loaded before its first step takes the place of sums that are whole yet."""
+
+    def body(rank: int) -> None:
+        def train(m: nn.Module, optim: torch.optim.Optimizer) -> None:
+            m(torch.full((2, 3), 2.0)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+        plain, model = stack(), stack()
+        theirs, mine = (torch.optim.Adagrad(m.parameters(), 0.1) for m in (plain, model))
+        train(plain, theirs)
+        fc.fully_shard(model)
+        fc.load_state_dict(model, plain.state_dict())
+        fc.load_optim_state_dict(model, mine, theirs.state_dict())
+        train(plain, theirs)
+        train(model, mine)
+        for leaf, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(leaf), parameter.detach())
+
+    for ranks in (1, 2):
+        simulate_ranks(body, ranks)
+
+
 def test_state_that_was_stepped_is_not_cut() -> None:
     """It may differ between ranks, so it has to be loaded."""
 

@@ -24,6 +24,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.optim.owner_step import OwnerOptimizer
+from fsdp_compose.optim.slice_step import cut_first_state
 from fsdp_compose.sharded import ShardSpec, is_sharded
 
 Names: TypeAlias = "Mapping[nn.Parameter, tuple[str, ...]]"
@@ -149,6 +150,7 @@ def list_members(module: nn.Module, optim: OptimLike) -> Targets:
     found = [(one, _members_of(module, one)) for one in optimizers_of(optim)]
     for one, groups in found:
         _forget_gathered(one, {id(member.param) for members in groups for member in members})
+        cut_first_state(one)
     holders: dict[str, Optimizer] = {}
     for one, groups in found:
         for part in (part for members in groups for member in members for part in member.parts):
