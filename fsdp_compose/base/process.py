@@ -76,8 +76,8 @@ class Process:
             has none of its parent's threads, so it starts with a new one.
         calls: by thread, the call over a group that it is in; see ``comm.messages.attend_call``.
         looks: by thread, what it looks at while it waits; see ``comm.messages.looking``.
-        saves: threads that write checkpoints in the background, which the next save or load,
-            of any model, waits for: both may use the same folder.
+        saves: the ends of checkpoints that threads write in the background, which the next save or
+            load, of any model, waits for: both may use the same folder.
         pytrees: classes that optree was taught, whose table belongs to the process.
         is_debugging: what ``set_debug`` chose, for all models.
         retrained: how often ``requires_grad`` of a sharded parameter was set: which of them train

@@ -136,7 +136,8 @@ def _finish_saves() -> None:
     """Wait for saves under way; whoever holds their handles gets their errors."""
     saves = process.here.saves
     while saves:
-        saves.pop().join()
+        saves[0].wait()  # if that is interrupted, the next call waits
+        del saves[0]
 
 
 def _require_living(what: str, module: nn.Module, process_group: dist.ProcessGroup | None) -> None:

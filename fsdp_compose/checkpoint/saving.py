@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fsdp_compose.base.process import here
 
@@ -25,12 +25,12 @@ class Saving:
     """
 
     def __init__(self) -> None:
-        self._thread: Any = None
+        self._end: _End | None = None
         self._outcome: _Outcome | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._end is None or self._end.has_come
 
     def wait(self) -> None:
         """Return when the checkpoint is on disk and committed.
@@ -38,8 +38,8 @@ class Saving:
         Raises:
             RuntimeError: the save failed, on whatever rank; the previous checkpoint is untouched.
         """
-        if self._thread is not None:
-            self._thread.join()
+        if self._end is not None:
+            self._end.wait()
         if self._outcome is not None and self._outcome.error is not None:
             self._outcome.is_told = True
             raise self._outcome.error
@@ -47,6 +47,23 @@ class Saving:
     def __del__(self) -> None:
         if self._outcome is not None:
             self._outcome.release()
+
+
+class _End:
+    """Whether a thread has ended; Python takes it for ended after Ctrl-C in a ``join``."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.process = False, os.getpid()
+
+    @property
+    def has_come(self) -> bool:
+        return self.is_reached or self.process != os.getpid()  # a fork has no such thread
+
+    def wait(self) -> None:
+        nap = 0.001
+        while not self.has_come:
+            here.clock.sleep(nap)
+            nap = min(2 * nap, 0.05)
 
 
 class _Outcome:
@@ -77,16 +94,17 @@ class _Outcome:
 
 def start_saving(path: Path, write: Callable[[], None]) -> Saving:
     """Call ``write`` in a thread, for which the next save or load waits."""
-    outcome, saving = _Outcome(path), Saving()
+    outcome, end, saving = _Outcome(path), _End(), Saving()
 
     def run() -> None:
         try:
             write()
         except BaseException as error:
             outcome.fail(error)
+        finally:
+            end.is_reached = True
 
-    saving._outcome = outcome
-    saving._thread = here.clock.thread(target=run, name=f"save {path}")
-    saving._thread.start()
-    here.saves.append(saving._thread)
+    here.clock.thread(target=run, name=f"save {path}").start()
+    saving._outcome, saving._end = outcome, end
+    here.saves.append(end)
     return saving

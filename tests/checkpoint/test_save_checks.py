@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -191,8 +192,8 @@ def test_a_failure_nobody_waits_for_is_logged(when: str, tmp_path: Path, monkeyp
         if when == "waited":
             with pytest.raises(RuntimeError, match="disk full"):
                 saving.wait()
-        for thread in process.here.saves:
-            thread.join()
+        for end in process.here.saves:
+            end.wait()
         if when == "held":
             assert saving.done() and not found
         saving = None
@@ -202,6 +203,32 @@ def test_a_failure_nobody_waits_for_is_logged(when: str, tmp_path: Path, monkeyp
     for found in run_ranks(run, 2):
         assert len(found) == (when in ("dropped", "held"))
         assert all("to " + str(tmp_path) in text and "disk full" in text for text in found)
+
+
+def test_ctrl_c_leaves_a_save_under_way(tmp_path: Path, monkeypatch: Any) -> None:
+    """Who waits for one is interrupted, and then saves again: the two do not mix."""
+
+    def run(rank: int) -> None:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        monkeypatch.setattr(dcp, "CommittingWriter", Failing)
+        saving = fc.save_checkpoint(tmp_path, net(), asynchronous=True)
+        for wait in (saving.wait, lambda: fc.save_checkpoint(tmp_path, net())):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            assert not saving.done()
+        child = os.fork()
+        if not child:  # where the thread is not, nobody waits for it
+            os._exit(not saving.done())
+        assert os.waitpid(child, 0)[1] == 0
+        monkeypatch.undo()
+        Failing.begins.set()
+        fc.save_checkpoint(tmp_path, net())
+        assert saving.done()
+        with pytest.raises(RuntimeError, match="disk full"):
+            saving.wait()
+
+    run_ranks(run, 1)
 
 
 def test_what_a_save_did_not_make_is_left_alone(tmp_path: Path) -> None:
