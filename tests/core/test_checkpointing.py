@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -64,6 +67,43 @@ def test_checkpointing_under_each_strategy(where: str, reentrant: bool) -> None:
         for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             shard = lambda m: by_block(m, strategy=strategy)  # noqa: E731
             Twin(rank, 2, lambda: Checkpointed(where, reentrant), shard).train(steps=2)
+
+    simulate_ranks(ranks)
+
+
+class Recompute(torch.autograd.Function):
+    """The checkpoint of guided-diffusion, which many repositories have: it keeps parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor, *params: Tensor) -> Any:
+        ctx.run, ctx.x, ctx.params = run, x, list(params)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.run(x)
+        return None, *torch.autograd.grad(out, [x, *ctx.params], grad, allow_unused=True)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own, kept from the forward, beside one of a unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return Recompute.apply(lambda x: self.scale * self.inner(x), x, *self.parameters())
+
+
+def test_a_checkpoint_that_keeps_parameters() -> None:
+    def ranks(rank: int) -> None:
+        shard = lambda m: fully_shard(m, units=wrap.by_class((Scaled, nn.Linear)))  # noqa: E731
+        Twin(rank, 2, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()), shard).train()
 
     simulate_ranks(ranks)
 

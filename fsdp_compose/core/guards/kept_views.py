@@ -42,7 +42,9 @@ from fsdp_compose.core.guards.kept_tensors import (
     watch_inside,
 )
 from fsdp_compose.core.state import Engine, Unit, unit_of
-from fsdp_compose.sharded import part_of
+from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, part_of
+
+_SLICES = (ShardedTensor, ShardedParameter, ShardedDTensor)
 
 
 class _Kept:
@@ -59,6 +61,8 @@ class _Kept:
             for value in _views((*args, *(kwargs or {}).values())):
                 if value.numel() and _is_released(value):
                     raise RuntimeError(value._kept_from)
+        if any(issubclass(kind, _SLICES) for kind in types):
+            return NotImplemented  # what is sharded answers, as beside a plain tensor
         return call_raw(func, types, args, kwargs or {})
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
