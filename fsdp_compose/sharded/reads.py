@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -35,6 +36,7 @@ from fsdp_compose.sharded.advice import READ
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 
 _Base: Any = object
+_ALIAS = torch.ops.aten.alias.default
 
 
 class Dispatched(_Base):
@@ -45,8 +47,11 @@ class Dispatched(_Base):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Act on slices in a ``raw`` scope and in a backward; else nobody asked the parameter."""
-        if is_torch_function_enabled() and graph_task_id() == -1:
+        """Act on slices in a ``raw`` scope and in a backward; else nobody asked the parameter.
+
+        Of ``p.to_local()`` torch makes the node anew, by the same operator, once ``p`` was written.
+        """
+        if func is not _ALIAS and is_torch_function_enabled() and graph_task_id() == -1:
             _refuse_read(func, [*args, *(kwargs or {}).values()])
         with raw():
             return disabled_torch_dispatch(func, types, args, kwargs or {})
