@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_compose as fc
+from fsdp_compose.checkpoint.formats.export import find_stored
+from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 
 from harness import simulate_ranks
 from models import seeded
@@ -63,7 +65,7 @@ def test_state_that_was_assigned_before() -> None:
     simulate_ranks(body)
 
 
-def test_cast_buffers_stay_cast_and_are_saved_whole() -> None:
+def test_cast_buffers_stay_cast_and_are_saved_whole(tmp_path: Path) -> None:
     """With ``buffer_dtype`` forward finds the dtype it wants, and a full dict has the plain one."""
     half = fc.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
@@ -75,8 +77,10 @@ def test_cast_buffers_stay_cast_and_are_saved_whole() -> None:
         model(torch.randn(4, 6)).sum().backward()
         with fc.state_dict_type(model, "full"):
             found = model.state_dict()
-        for state in (found, fc.state_dict(model)):
+        fc.save_full(tmp_path, model)
+        for state in (found, fc.state_dict(model), find_stored(tmp_path, SAFETENSORS).tensors):
             dtypes = {name: value.dtype for name, value in state.items()}
             assert dtypes == {name: value.dtype for name, value in plain.state_dict().items()}
+            assert dtypes["norm.running_mean"] is torch.float32
 
     simulate_ranks(body)

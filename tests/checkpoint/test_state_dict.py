@@ -12,7 +12,9 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.base.process import Traffic, here
 from fsdp_compose.checkpoint import load_state_dict, state_dict
-from fsdp_compose.checkpoint.values import gather_whole
+from fsdp_compose.checkpoint.ranks import groups_of
+from fsdp_compose.checkpoint.values import broadcast_state, gather_whole
+from fsdp_compose.sharded import is_sharded, to_local
 
 from harness import rank_errors, run_ranks
 from models import Tower, by_block, seeded, whole
@@ -37,6 +39,8 @@ def test_full_is_the_plain_modules(world: int, units: str) -> None:
             same(full, plain.state_dict())
             assert all(type(v) is torch.Tensor for v in full.values())
             assert full["turned"].stride() == plain.turned.stride()
+            for name, value in full.items():  # safetensors refuses tensors that share memory
+                assert value.untyped_storage().nbytes() == value.nbytes, name
             assert full._metadata == plain.state_dict()._metadata
             assert full["head.weight"].data_ptr() == full["emb.weight"].data_ptr()
         TiedNet(3).load_state_dict(full, strict=True)
@@ -205,10 +209,10 @@ def test_local_refuses_another_layout_everywhere() -> None:
     def save(rank: int) -> list[Any]:
         import pickle
 
-        return [
-            pickle.dumps(dict(state_dict(shard_tied(TiedNet(2), u), "local")))
-            for u in ("blocks", "root")
-        ]
+        turned = TiedNet(2)
+        turned.turned = nn.Parameter(turned.turned.detach().contiguous())
+        models = [shard_tied(TiedNet(2), u) for u in ("blocks", "root")] + [shard_tied(turned)]
+        return [pickle.dumps(dict(state_dict(model, "local"))) for model in models]
 
     saved = run_ranks(save, 2)
 
@@ -226,6 +230,7 @@ def test_local_refuses_another_layout_everywhere() -> None:
         (3, 0, False, "saved at world size 2, this model is cut over 3"),
         (2, 1, False, "the units differ"),
         (2, 0, True, "is that of rank"),
+        (2, 2, False, "unit 'TiedNet': strides of bucket 0 were"),
     ):
         errors = rank_errors(run, world, which, swap)
         assert all(e is not None and text in e and "RuntimeError" in e for e in errors), errors
@@ -281,6 +286,10 @@ def test_bad_keys_and_shapes_write_nothing(plain: bool) -> None:
                 given["turned"] = given["turned"].t().contiguous()
             elif change == "type":
                 given["scale"] = 3.0
+            elif change == "complex":
+                given["scale"] = given["scale"] + 1j
+            elif change == "newer":  # which had the counter already
+                del given["norm.num_batches_tracked"]
             elif change == "fewer":
                 del given["kept"], given["blocks.0.bias"]
         try:
@@ -292,6 +301,8 @@ def test_bad_keys_and_shapes_write_nothing(plain: bool) -> None:
         "missing": ["missing keys: 'blocks.0.weight' (closest: 'blocks.0.weihgt'", "unexpected"],
         "shape": ["'turned' has global shape (5, 3); wanted (3, 5)"],
         "type": ["'scale' is a float"],
+        "complex": ["'scale' is torch.complex64; wanted torch.float32, which has no imaginary"],
+        "newer": ["missing keys: 'norm.num_batches_tracked'"],
         "fewer": ["'blocks.0.bias'", "'kept'"],
     }.items():
         errors = rank_errors(run, 2, change)
@@ -371,6 +382,8 @@ def test_names_are_the_modules_own_whatever_wraps_it() -> None:
 
 
 def test_broadcast_from_rank_0() -> None:
+    """A rank keeps no more than its slices of what was sent."""
+
     def run(rank: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -379,6 +392,15 @@ def test_broadcast_from_rank_0() -> None:
             given = TiedNet(2).state_dict() if rank == 0 else {}
             load_state_dict(model, given, broadcast_from_rank0=True)
             same(state_dict(model), TiedNet(2).state_dict())
+            sent = broadcast_state(
+                "load",
+                given,
+                groups_of(model),
+                dict(model.named_parameters()).get,
+                torch.device("cpu"),
+            )
+            slices = [to_local(value) for value in sent.values() if is_sharded(value)]
+            assert slices and all(s.untyped_storage().nbytes() == s.nbytes for s in slices)
         with pytest.raises(RuntimeError, match="broadcast_from_rank0=True"):
             load_state_dict(model, given, strict=False)
 
@@ -556,7 +578,8 @@ def test_ranks_given_other_files_raise(directly: bool) -> None:
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(lambda: Tower(1)))
-        given = seeded(lambda: Tower(1), seed=rank).state_dict()
+        given = seeded(lambda: Tower(1)).state_dict()
+        given["first.weight"].flatten()[-1].add_(rank)  # long before which they are alike
         before = whole(model.first.weight)
         try:
             model.load_state_dict(given) if directly else load_state_dict(model, given)
