@@ -22,7 +22,7 @@ class Memory(NamedTuple):
         """Where each contiguous piece begins and ends."""
         starts, length = [self.start], self.itemsize
         for step, count in sorted(zip(self.strides, self.shape, strict=True)):
-            if step == length and len(starts) == 1:
+            if step == length:
                 length *= count
             elif step:  # 0: an expanded dimension
                 starts = [start + step * i for i in range(count) for start in starts]

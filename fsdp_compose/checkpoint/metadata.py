@@ -295,8 +295,6 @@ def _tile(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
     if not boxes or sum(math.prod(b - a for a, b in box) for box in boxes) != math.prod(shape):
         return False
     edges = sorted({edge for box in boxes for edge in box[0]})
-    if edges[0] != 0 or edges[-1] != shape[0]:
-        return False
     waiting = sorted(boxes, key=lambda box: box[0], reverse=True)
     active: list[tuple[tuple[int, int], ...]] = []
     for edge in edges[:-1]:

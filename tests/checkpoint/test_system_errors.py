@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.checkpoint import dcp, metadata
+from fsdp_compose.checkpoint import dcp, files, metadata
+from fsdp_compose.checkpoint.formats.safetensors import write_at
 from fsdp_compose.checkpoint.source import Source
 
 from harness import run_ranks
@@ -56,6 +58,36 @@ def test_save_checkpoint_succeeds_where_old_files_stay(
         fc.save_checkpoint(tmp_path, model_of(2))
     assert "the save is complete" in caplog.text and "__0_0.distcp" in caplog.text
     assert loaded(tmp_path, fc.load_checkpoint) == 2
+
+
+def test_what_fails_after_the_commit_keeps_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that the metadata names by then is not removed with the failed save."""
+    real = files.sync_folder
+
+    def interrupt(path: Path) -> None:
+        real(path)
+        if path == tmp_path:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "sync_folder", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fc.save_checkpoint(tmp_path, model_of(2))
+    assert loaded(tmp_path, fc.load_checkpoint) == 2
+
+
+class Slow(io.BytesIO):
+    """A file that takes three bytes at a time; the system's take no 2 GiB at once."""
+
+    def write(self, data: Any) -> int:
+        return super().write(bytes(data[:3]))
+
+
+def test_all_of_a_tensor_is_written() -> None:
+    file = Slow(b"....")
+    write_at(file, 2, memoryview(b"abcdefgh"))
+    assert file.getvalue() == b"..abcdefgh"
 
 
 @pytest.mark.parametrize(
@@ -186,10 +218,16 @@ def test_state_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
         before = model[0].weight.full_tensor() + 1
         with torch.no_grad():
             model[0].weight.add_(1)
+        states, setstate = [part.state for part in parts], torch.optim.AdamW.__setstate__
+
+        def refuse_second(optim: Any, state: Any) -> None:
+            setstate(optim, state) if optim is parts[0] else float("no number")
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.optim.AdamW, "__setstate__", lambda *_: float("no number"))
+            patch.setattr(torch.optim.AdamW, "__setstate__", refuse_second)
             with pytest.raises(RuntimeError, match="AdamW cannot read the state that"):
                 fc.load_checkpoint(tmp_path, model, parts)
+        assert all(part.state is state for part, state in zip(parts, states, strict=True))
         assert torch.equal(model[0].weight.full_tensor(), before)
 
     run_ranks(ranks, 2)

@@ -406,6 +406,12 @@ def other_order_of_buffers(rank: int) -> None:
     fully_shard(model, init="broadcast")
 
 
+def other_strides_of_a_buffer(rank: int) -> None:
+    model = Tower(1)
+    model.register_buffer("cache", torch.zeros(2, 3).t() if rank else torch.zeros(3, 2))
+    fully_shard(model, init="broadcast")
+
+
 WRONG = [
     (wrong_argument, "colum"),
     (wrong_init, "verifi"),
@@ -421,6 +427,7 @@ WRONG = [
     (other_order, "trained with strides (1, 4), wanted parameter 'weight' (4, 3)"),
     (loaded_on_one, "wanted parameter 'weight' (4, 3) torch.float32 trained with strides (1, 4)"),
     (other_buffer, "found buffer 'cache' (5,) torch.float32, wanted buffer 'cache' (4,)"),
+    (other_strides_of_a_buffer, "found buffer 'cache' (3, 2) torch.float32 with strides (1, 3)"),
     (other_order_of_buffers, "found buffer 'b' (2,) torch.float32, wanted buffer 'a' (2,)"),
 ]
 

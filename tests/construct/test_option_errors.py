@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_compose import (
+    GatherCodec,
     MixedPrecision,
     Offload,
     Prefetch,
@@ -20,6 +21,7 @@ from fsdp_compose import (
     plan,
     wrap,
 )
+from fsdp_compose.comm.transports import PAIRS
 
 from harness import run_ranks
 from models import Block, Tower, by_block
@@ -183,6 +185,12 @@ def mixed(**fields: Any) -> dict[str, Any]:
     return {"mp_policy": MixedPrecision(param_dtype=BF16, **fields)}
 
 
+def coded(function: Any, name: str = "first.weight") -> dict[str, Any]:
+    """A codec for one parameter; that of the largest is named as the unit's."""
+    policy = MixedPrecision(gather_codec=GatherCodec(function, lambda encoded, into: None))
+    return {"mp_policy": lambda n, p: policy if n.endswith(name) else None}
+
+
 UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, {}, "strategy and reshard_after_forward"),
     ({"reshard_after_forward": True}, {}, "strategy and reshard_after_forward"),
@@ -206,6 +214,11 @@ UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ("full_precision_in_eval", True),
         ("full_precision_classes", (nn.Dropout,)),
     )),
+    ({"static_buffers": True}, {}, "static_buffers"),
+    ({"deterministic": 4}, {}, "deterministic"),
+    ({"transport": PAIRS}, {}, "transport"),
+    (coded(torch.neg), coded(torch.abs), "gather_codec"),
+    (coded(torch.neg, "head.bias"), coded(torch.abs, "head.bias"), "bucket"),
     ({"ignored": "first.weight"}, {}, "first.weight"),
     ({"ignored": "act"}, {}, "ignored"),
 ]  # fmt: skip

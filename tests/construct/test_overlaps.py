@@ -48,6 +48,18 @@ def one_column(model: Tied) -> None:
     model.head.weight = nn.Parameter(columns[:, 3:])
 
 
+def one_element(model: Tied) -> None:
+    flat = torch.randn(47)
+    model.embed.weight = nn.Parameter(flat[:24].view(6, 4))
+    model.head.weight = nn.Parameter(flat[23:].view(6, 4))
+
+
+def last_of_every_other(model: Tied) -> None:
+    flat = torch.randn(70)
+    model.embed.weight = nn.Parameter(flat[:47:2].view(6, 4))
+    model.head.weight = nn.Parameter(flat[46:].view(6, 4))
+
+
 def one_frozen(model: Tied) -> None:
     same(model)
     model.embed.requires_grad_(False)
@@ -82,7 +94,8 @@ def as_buffer(model: Tied) -> None:
 
 
 ROWS = [one_row, every_other_row]
-TIES = [same, transposed, *ROWS, one_column, one_frozen, all_frozen, expanded]
+FEW = [one_element, last_of_every_other]
+TIES = [same, transposed, *ROWS, one_column, *FEW, one_frozen, all_frozen, expanded]
 
 
 @pytest.mark.parametrize("tie", [*TIES, as_buffer])

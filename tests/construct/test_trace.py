@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any, cast
 
 import pytest
@@ -275,6 +276,7 @@ class Remembering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
             self.table = x.new_ones(WIDTH) * torch.ones(WIDTH)
+            self.drawn = random.random(), torch.rand(2)
         y = self.linear(x) * self.table
         self.calls["forward"] += 1
         self.log.append(y)
@@ -287,6 +289,7 @@ class Remembering(nn.Module):
 def test_what_a_forward_remembers_is_taken_back(how: str) -> None:
     """A forward that is only looked at leaves no Proxy, and no tensor without memory."""
     model, other = seeded(Remembering), seeded(Remembering)
+    drawn = random.getstate(), torch.get_rng_state().tolist()
     if how == "plan":
         plan(model, world_size=2, sample=X)
     elif how == "trace":
@@ -294,7 +297,8 @@ def test_what_a_forward_remembers_is_taken_back(how: str) -> None:
     else:
         fully_shard(model, units=wrap.by_execution_order(X, min_numel=1))
     assert (model.table, model.mean, model.log, model.calls) == (None, 0.0, [1], {"forward": 0})
-    assert not hasattr(model, "last")
+    assert not hasattr(model, "last") and not hasattr(model, "drawn")
+    assert drawn == (random.getstate(), torch.get_rng_state().tolist())
     assert torch.equal(model(X.double()), other(X.double()))
 
 
