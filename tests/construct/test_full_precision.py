@@ -99,6 +99,10 @@ def test_classes_in_full_precision(units: wrap.Policy | None) -> None:
         assert model.norm.running_mean.dtype is torch.float32
         assert model.norm.num_batches_tracked == 2
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+        if units is None:  # what comes out of the unit is nothing to the norms inside it
+            told = fully_shard(Mixed(), mp_policy=replace(BF16, output_dtype=torch.float64))
+            for name in norms:
+                assert units_by_name(told)[name].mp.output_dtype is torch.bfloat16
 
     run_ranks(ranks)
 

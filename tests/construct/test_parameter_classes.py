@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp_compose import (
     fully_shard,
     gathered,
+    parameters_by_name,
     refresh,
     reshard,
     undo,
@@ -65,6 +66,14 @@ def test_parameters_of_a_class_of_their_own(shard: Any) -> None:
         shown = twin.model.blocks[0].up.weight
         assert isinstance(shown, Packed) and shown.shape == (7, WIDTH)
         reshard(held)
+        found: list[Any] = []
+        name = "blocks.0.up.weight"
+        hook = twin.model.blocks[0].up.register_forward_hook(
+            lambda *_: found.append(parameters_by_name(twin.model)[name])
+        )
+        twin.model(data(0, rank))
+        hook.remove()
+        assert found[0] is weight
         copied = copy.deepcopy(twin.model)
         copied.blocks[0].up.weight.scale.mul_(2)
         twin.model.blocks[0].up.weight.scale.mul_(2)  # seen by the next forward

@@ -360,6 +360,10 @@ def test_units_of_before_are_matched_too() -> None:
         before = units(model)
         fully_shard(model, units=wrap.by_class({Block}))
         assert set(units(model)) == {*before, find_state(model).unit}
+        tied = nn.Sequential(nn.Embedding(8, WIDTH), nn.Sequential(nn.Linear(WIDTH, 8, bias=False)))
+        tied[1][0].weight = fully_shard(tied[0]).weight
+        with pytest.raises(ValueError, match="matches no submodule"):  # which has any of its own
+            fully_shard(tied, units=wrap.by_size(8 * WIDTH))
 
     run_ranks(ranks)
 

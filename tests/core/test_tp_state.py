@@ -167,6 +167,19 @@ def test_plain_parameters_beside_parts_are_saved_once(tmp_path: Path) -> None:
         assert everywhere[0] != everywhere[1]  # the ranks of one tp group cut them differently
         fsdp_compose.verify_replicas(model)  # which compares equal slices
         fsdp_compose.save_checkpoint(tmp_path, model, sgd(model.parameters()))
+        torch.manual_seed(0)  # the second is cut over all ranks, so that none repeats a slice of it
+        pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        wanted = copy.deepcopy(pair)
+        mesh = mesh_of(dp=2, tp=2)
+        parallelize_module(pair[0], mesh["tp"], ColwiseParallel())
+        everywhere = wrap.by_fn(lambda n, m: n == "1" and {"mesh": dist.group.WORLD})
+        fully_shard(pair, mesh=mesh["dp"], units=everywhere)
+        fsdp_compose.save_checkpoint(tmp_path / "pair", pair)
+        with torch.no_grad():
+            for param in pair.parameters():
+                param.zero_()
+        fsdp_compose.load_checkpoint(tmp_path / "pair", pair)
+        assert_equal(pair, wanted)
 
     def load(rank: int) -> None:
         model = _mixed(mesh_of(dp=1, tp=2), units=False)

@@ -235,10 +235,16 @@ def test_flags_set_in_a_scope_hold_after_it() -> None:
 
     def ranks(rank: int, grad: bool, given: dict[str, bool]) -> None:
         model = by_block(seeded(lambda: Tower(1)))
+        square(model, data(0, rank)).backward()
+        before = whole(model.first.weight.grad)
         with torch.set_grad_enabled(grad), gathered(model, **given):
             model.first.weight.requires_grad_(False)
             model.blocks[0].up.weight.requires_grad = False
             model.head.requires_grad_(False)
+            if "with_grads" in given:
+                assert torch.equal(model.first.weight.grad, before)
+        assert torch.equal(whole(model.first.weight.grad), before)
+        model.zero_grad()
         for _ in range(2):
             assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
             square(model, data(0, rank)).backward()
