@@ -111,8 +111,6 @@ def _open_shown(
             before=before,
         )
         remember_versions(unit, scope)
-        if isinstance(scope.outer, Scope):
-            scope.leaf_versions = scope.outer.leaf_versions  # it shows the outer one's tensors
         if options.with_grads and scope.is_here:
             scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
         if sums:

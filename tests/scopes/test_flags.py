@@ -39,6 +39,12 @@ def test_switches_take_booleans(switch: Callable[..., None], name: str) -> None:
             switch(sharded, **{"value": False, name: wrong})
     assert vars(unit.switches) == before and unit.traced is None
     switch(sharded, False)
+    before = vars(unit.switches).copy()
+    fc.reduce_grads(sharded)
+    for scope in (fc.no_sync(sharded), fc.accumulate(sharded, keep="unsharded")):
+        with pytest.raises(KeyError), scope:
+            raise KeyError
+    assert vars(unit.switches) == before
 
 
 @pytest.mark.parametrize("name", GATHERED)

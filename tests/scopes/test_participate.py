@@ -16,6 +16,7 @@ from fsdp_compose import (
     ShardingStrategy,
     fully_shard,
     no_sync,
+    pending_gradients,
     set_debug,
 )
 from fsdp_compose.scopes.participate import participate
@@ -150,6 +151,12 @@ def accumulates(rank: int) -> None:
 
 def test_accumulation() -> None:
     run_ranks(accumulates, 2)
+    model = fully_shard(nn.Linear(2, 2))
+    with no_sync(model):  # others may have used any of its parameters
+        participate(model).backward()
+    assert [*pending_gradients(model)] == [*model.parameters()]
+    with pytest.raises(RuntimeError, match="was accumulated without synchronisation"):
+        _ = model.bias.grad.norm()
 
 
 def mixed(rank: int) -> None:

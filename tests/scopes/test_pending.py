@@ -116,9 +116,14 @@ def test_what_waits_for_the_host_and_other_batches() -> None:
             found = fc.pending_gradients(model)[model.head.bias]
             assert found.unreduced is None
             sums.append(found.partial.clone())
+        model.head.weight.grad = None  # which clears its sums alone
         square(model, data(3, rank)).backward()
         assert fc.pending_gradients(model) == {}
         single = sharded({})[0]
+        square(single, data(3, rank)).backward()
+        last = single.head.weight.grad.full_tensor() / 4  # 2 of the 8 microbatches
+        torch.testing.assert_close(model.head.weight.grad.full_tensor(), last)
+        single.zero_grad()
         for step in range(3):
             square(single, data(step, rank)).backward()
         expected = single.head.bias.grad.full_tensor() * 2

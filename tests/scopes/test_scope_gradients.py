@@ -465,11 +465,11 @@ def test_nested_scopes_share_their_tensors() -> None:
 
 
 def test_an_outer_scope_sees_an_inner_scopes_edit() -> None:
-    """An inner scope writes and the outer has the edit."""
+    """An inner scope writes and all around it have the edit."""
 
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
-        with gathered(model):
+        with gathered(model), gathered(model):
             with gathered(model, writeback=True):
                 nn.init.ones_(model.head.weight)
                 model.head.bias = nn.Parameter(torch.full((2,), 4.0).double())

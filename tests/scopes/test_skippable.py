@@ -527,6 +527,20 @@ def test_gradients_that_wait_are_looked_at(case: str, caplog: pytest.LogCaptureF
     assert "are dropped" not in caplog.text
 
 
+def test_what_waits_again_is_not_taken_for_none() -> None:
+    """The discarded step had reduced it, and somebody read the gradient that came of it."""
+    model, x = fc.fully_shard(nn.Linear(2, 2)), torch.ones(1, 2)
+    with fc.no_sync(model):
+        model(x).sum().backward()
+    with skippable_step(model) as step:
+        model(x).sum().backward()
+        step.discard(str(model.bias.grad))
+    with pytest.raises(RuntimeError, match="was accumulated without synchronisation"):
+        model.bias.grad.norm()
+    fc.reduce_grads(model)
+    assert model.bias.grad.full_tensor().tolist() == [1, 1]
+
+
 def test_sums_of_a_tree_are_looked_at() -> None:
     """``deterministic=`` adds microbatches up when the last has come."""
 
