@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard, no_sync, wrap
 from fsdp_compose.report import Plan, explain, plan
 from fsdp_compose.report.activations import measure_activations
+from fsdp_compose.report.plan import imagine_mesh
 from fsdp_compose.report.text import size
 
 from harness import run_ranks
@@ -202,6 +204,10 @@ def test_a_sample_is_counted_and_changes_nothing() -> None:
     assert all(p is before[name] and p.grad is None for name, p in model.named_parameters())
     assert bare.needed == bare.memory.total < found.needed
     assert found.activations is not None
+    exactly, less = (plan(model, device_memory=bare.needed - n, **options) for n in (0, 1))
+    assert exactly.fits is True and less.fits is False
+    wide = replace(found, activations=replace(found.activations, forward=1 << 40))
+    assert wide.needed == wide.memory.persistent + wide.memory.forward.total + (1 << 40)
     full = plan(model, world_size=4, units=options["units"], sample={"tokens": TOKENS})
     assert full.activations.kept > 1.5 * found.activations.kept  # twice the bytes in fp32
     as_dict = json.loads(found.to_json())
@@ -227,9 +233,11 @@ def test_sizes_and_numbers_of_states() -> None:
         assert plan(Tower(), world_size=2, device_memory=given).device_memory == 2048
     named, counted = (plan(Tower(), world_size=2, optimizer=o).memory for o in ("adamw", "2"))
     assert named.optimizer == counted.optimizer > 0
+    assert size((1 << 20) - 1) == "1.00 MiB"
 
 
 def test_wrong_questions() -> None:
+    assert imagine_mesh((2, 4), "nccl").replicate.ranks == (0, 4)
     for wrong in ("80 gigs", -1, True, math.nan, "GiB"):
         with pytest.raises(ValueError, match=r'device_memory is .*; wanted bytes.*"80GiB"'):
             plan(Tower(), world_size=2, device_memory=wrong)
