@@ -24,7 +24,7 @@ from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_o
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import messages, waiting
 from fsdp_compose.comm.heads import meet_to_call
-from fsdp_compose.comm.messages import SharedErrors, gather_objects
+from fsdp_compose.comm.messages import SharedErrors, gather_in_turn, gather_objects
 from fsdp_compose.construct.names import parameters_by_name
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.guards.scope_parameters import leaf_of
@@ -379,11 +379,8 @@ def _find_holders(
         if entry in fewer:
             own = owner_of(entry).mesh.groups
             homes[name] = {dist.get_rank(), *(rank for one in own for rank in one.ranks)}
-    reports = [homes]
-    for group in groups:  # in turn, rows before columns
-        reports = [report for found in gather_objects(reports, group, what) for report in found]
     holders: dict[str, list[set[int]]] = {}
-    for found in reports:
+    for found in gather_in_turn(homes, groups, what):
         for name, home in found.items():
             known = holders.get(name, [])
             apart = [ranks for ranks in known if ranks.isdisjoint(home)]

@@ -37,6 +37,7 @@ from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import answer_for
+from fsdp_compose.comm.messages import gather_in_turn
 from fsdp_compose.core.guards.compared_steps import Settings, Steps, number_of, texts_of
 from fsdp_compose.core.guards.guessed_use import Guess, make_guess, settle, sum_up
 from fsdp_compose.core.guards.rank_differences import (
@@ -325,10 +326,8 @@ class Log:
         Raises:
             RuntimeError: a parameter was stepped in other ways; names it, the ranks and the ways.
         """
-        mine = texts_of(comparison.settings)
-        reports = [(self.groups[0].ranks[self.groups[0].rank], mine)]
-        for group in self.groups:
-            reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
+        mine = self.groups[0].ranks[self.groups[0].rank], texts_of(comparison.settings)
+        reports = gather_in_turn(mine, self.groups, _RUNNING)
         reports.sort(key=lambda found: found[0])
         if text := (
             explain_added(comparison.step, reports) or explain_settings(comparison.step, reports)
@@ -339,9 +338,7 @@ class Log:
 
     def _gather(self, mine: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """By guess: (used there, taken for used anywhere) of every rank."""
-        rows = [mine]
-        for group in self.groups:
-            rows = [row for part in comm.gather_objects(rows, group, _RUNNING) for row in part]
+        rows = gather_in_turn(mine, self.groups, _RUNNING)
         return [list(found) for found in zip(*rows, strict=True)]
 
     def epoch(self, group: Group) -> int:
@@ -435,10 +432,8 @@ class Log:
 
     def _exchange(self, groups: Sequence[Group], events: list[Event]) -> list[Report]:
         """What each rank of ``groups`` has done, by rank."""
-        reports = [(groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self)))]
-        for group in groups:
-            reports = [r for part in comm.gather_objects(reports, group, _RUNNING) for r in part]
-        return sorted(reports, key=lambda report: report[0])
+        mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
+        return sorted(gather_in_turn(mine, groups, _RUNNING), key=lambda report: report[0])
 
     def ask_who_reduces(self, unit: str) -> None:
         """Before an error: raise where others wait for gradients that this rank did not reduce.

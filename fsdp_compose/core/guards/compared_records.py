@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from fsdp_compose.comm.heads import meet_alone
-from fsdp_compose.comm.messages import gather_objects, raise_on_all
+from fsdp_compose.comm.messages import gather_in_turn, raise_on_all
 from fsdp_compose.core.guards.collective_log import Log, code_of
 from fsdp_compose.core.guards.compared_steps import number_of, texts_of
 from fsdp_compose.core.guards.rank_differences import (
@@ -85,7 +85,4 @@ def _find_difference(log: Log, has_others: bool, call: str) -> tuple[str | None,
 
 def _gather(log: Log, mine: T, call: str) -> list[T]:
     """What every rank of the log's groups has, by rank, which comes first in it."""
-    reports = [mine]
-    for group in log.groups:
-        reports = [r for part in gather_objects(reports, group, call) for r in part]
-    return sorted(reports, key=itemgetter(0))
+    return sorted(gather_in_turn(mine, log.groups, call), key=itemgetter(0))

@@ -15,6 +15,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import make_streams
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm import messages
 from fsdp_compose.comm.collectives import Flags
 from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import (
@@ -483,7 +484,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch, *others: Any) -> list[Any]:
         asked.append(over)
         return [[other] for other in others] + [reports] if len(asked) == 1 else [reports]
 
-    monkeypatch.setattr(comm, "gather_objects", gather)
+    monkeypatch.setattr(messages, "gather_objects", gather)
     return asked
 
 
