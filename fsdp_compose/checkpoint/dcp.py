@@ -21,13 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import (
-    check_flag,
-    check_module,
-    check_path,
-    check_process_group,
-    check_timeout,
-)
+from fsdp_compose.base.arguments import check_flag
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
 from fsdp_compose.checkpoint.contents import (
@@ -56,11 +50,11 @@ from fsdp_compose.checkpoint.optimizer.write import (
 from fsdp_compose.checkpoint.plain_data import is_constant, warn_of_objects
 from fsdp_compose.checkpoint.ranks import (
     attend_call,
+    begin_call,
     check_names,
     claim_folder,
     describe_call,
     groups_of,
-    meet_ranks,
 )
 from fsdp_compose.checkpoint.saving import Saving, start_saving
 from fsdp_compose.checkpoint.source import Source
@@ -118,14 +112,9 @@ def save_checkpoint(
         >>> save_checkpoint("latest", model, optim, {"step": 7}).done()
         True
     """
-    check_module("save_checkpoint", module)
-    check_path("save_checkpoint", path)
     check_flag("save_checkpoint", "asynchronous", asynchronous)
     check_flag("save_checkpoint", "checksum", checksum)
-    check_process_group("save_checkpoint", process_group)
-    check_timeout("save_checkpoint", timeout)
-    group = meet_ranks("save_checkpoint", module, process_group, timeout)
-    with attend_call(group):
+    with begin_call("save_checkpoint", path, module, process_group, timeout) as group:
         return _save(Path(path).absolute(), module, optim, extra, group, asynchronous, checksum)
 
 
@@ -283,14 +272,9 @@ def load_checkpoint(
         >>> load_checkpoint("latest", model, optim)
         {'step': 7}
     """
-    check_module("load_checkpoint", module)
-    check_path("load_checkpoint", path)
     check_flag("load_checkpoint", "strict", strict)
     check_flag("load_checkpoint", "verify_files", verify_files)
-    check_process_group("load_checkpoint", process_group)
-    check_timeout("load_checkpoint", timeout)
-    group = meet_ranks("load_checkpoint", module, process_group, timeout)
-    with attend_call(group):
+    with begin_call("load_checkpoint", path, module, process_group, timeout) as group:
         return _load(Path(path), module, optim, strict, verify_files, group)
 
 

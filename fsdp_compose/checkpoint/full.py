@@ -18,15 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose.base.arguments import (
-    check_flag,
-    check_kind,
-    check_module,
-    check_path,
-    check_positive,
-    check_process_group,
-    check_timeout,
-)
+from fsdp_compose.base.arguments import check_flag, check_kind, check_positive
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import (
     contents_of,
@@ -40,12 +32,11 @@ from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Sto
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes, write
 from fsdp_compose.checkpoint.ranks import (
-    attend_call,
+    begin_call,
     check_names,
     claim_folder,
     describe_call,
     groups_of,
-    meet_ranks,
 )
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
 from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
@@ -96,21 +87,13 @@ def save_full(
         >>> sorted(os.listdir("whole"))
         ['model.safetensors', 'model.safetensors.index.json']
     """
-    check_module("save_full", module)
-    check_path("save_full", path)
     _check_format("save_full", format)
     wanted = "a number of bytes, 1 or more"
     check_positive("save_full", "max_file_bytes", max_file_bytes, wanted)
-    check_process_group("save_full", process_group)
-    check_timeout("save_full", timeout)
-    group = meet_ranks("save_full", module, process_group, timeout)
-    with attend_call(group):
-        _save(_find_root(path), module, format, max_file_bytes, dtype, group)
-
-
-def _find_root(path: PathLike) -> Path:
-    with _saving(Path(path)):  # there may be no working directory any more
-        return Path(path).absolute()
+    with begin_call("save_full", path, module, process_group, timeout) as group:
+        with _saving(Path(path)):  # there may be no working directory any more
+            root = Path(path).absolute()
+        _save(root, module, format, max_file_bytes, dtype, group)
 
 
 def _save(
@@ -329,15 +312,10 @@ def load_full(
         >>> load_full("whole", model)
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
-    check_module("load_full", module)
-    check_path("load_full", path)
     _check_format("load_full", format)
     check_flag("load_full", "strict", strict)
     check_flag("load_full", "verify_files", verify_files)
-    check_process_group("load_full", process_group)
-    check_timeout("load_full", timeout)
-    group = meet_ranks("load_full", module, process_group, timeout)
-    with attend_call(group):
+    with begin_call("load_full", path, module, process_group, timeout) as group:
         return _load(Path(path), module, format, strict, verify_files, group)
 
 

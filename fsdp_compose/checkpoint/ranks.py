@@ -18,6 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose.base import process
+from fsdp_compose.base.arguments import (
+    check_module,
+    check_path,
+    check_process_group,
+    check_timeout,
+)
 from fsdp_compose.base.group import SELF, Group, is_alive
 from fsdp_compose.base.mesh import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
@@ -130,6 +136,29 @@ def meet_ranks(
         with attend_call(group):
             gather_objects(None, group)
     return group
+
+
+@contextlib.contextmanager
+def begin_call(
+    what: str,
+    path: object,
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> Iterator[Group]:
+    """Scope of a call that saves or loads: checks what all of these take, and meets the ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is of no use.
+        RuntimeError: as ``meet_ranks``.
+    """
+    check_module(what, module)
+    check_path(what, path)
+    check_process_group(what, process_group)
+    check_timeout(what, timeout)
+    group = meet_ranks(what, module, process_group, timeout)
+    with attend_call(group):
+        yield group
 
 
 def _finish_saves() -> None:
