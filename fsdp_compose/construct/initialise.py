@@ -57,10 +57,8 @@ def broadcast(tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CH
         _broadcast_flat(flats, mesh, chunk_bytes)
         for tensor, source, flat in zip(given, own, flats, strict=True):
             if flat.data_ptr() != tensor.data_ptr():
-                value, once = (
-                    flat.as_strided(tensor.shape, storage_order(source)),
-                    shown_once(tensor),
-                )
+                once = shown_once(tensor)
+                value = flat.as_strided(tensor.shape, storage_order(source))
                 tensor[once].copy_(value[once])
 
 
@@ -221,31 +219,23 @@ def only(
     split: dict[int, Parallel] = {}
     for values in slots:
         for name, tensor in values.items():
-            if tensor is not None and id(tensor) not in kept:
-                copied = _copy_of(tensor, device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                values[name] = nn.Parameter(copied, False) if is_parameter else copied
+            if tensor is None or (id(tensor) in kept and is_sharded(tensor)):
                 continue
-            if tensor is None or id(tensor) not in kept or is_sharded(tensor):
-                continue
-            if isinstance(tensor, DTensor) and not tensor.is_meta:
+            if id(tensor) not in kept:
+                values[name] = _make_like(tensor, _copy_of(tensor, device), False)
+            elif isinstance(tensor, DTensor) and not tensor.is_meta:
                 split[id(tensor)] = _parallel_of(tensor, name, module)
                 values[name] = _whole_of(tensor, split[id(tensor)], device, fresh)
             if id(tensor) in on_meta:
                 outline = torch.empty_like(values[name], device="meta", requires_grad=False)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                values[name] = (
-                    nn.Parameter(outline, tensor.requires_grad) if is_parameter else outline
-                )
+                values[name] = _make_like(tensor, outline, tensor.requires_grad)
     try:
         yield
         for values, originals in zip(slots, before, strict=True):
             for name, tensor in originals.items():
                 given = values.get(name)
-                if tensor is None or id(tensor) not in kept or given is tensor or given is None:
-                    continue
-                if given.is_meta:
-                    continue  # left as it was shown
+                if id(tensor) not in kept or given is tensor or given is None or given.is_meta:
+                    continue  # it was written itself, or left as it was shown
                 if given.shape != tensor.shape:
                     raise ValueError(
                         f"fully_shard: initialisation replaced {name!r} of "
@@ -260,6 +250,11 @@ def only(
     finally:
         for values, originals in zip(slots, before, strict=True):
             values.update(originals)
+
+
+def _make_like(tensor: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """``data`` as what ``tensor`` is: a parameter or a plain tensor."""
+    return nn.Parameter(data, requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _copy_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -287,9 +282,7 @@ def _whole_of(
     else:
         with torch.no_grad():
             whole.copy_(parallel.assemble(part_of(tensor).detach()))
-    if not isinstance(tensor, nn.Parameter):
-        return whole
-    return nn.Parameter(whole, tensor.requires_grad)
+    return _make_like(tensor, whole, tensor.requires_grad)
 
 
 def _list_loaded(
