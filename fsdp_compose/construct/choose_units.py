@@ -300,22 +300,23 @@ def _full_precision(plan: UnitPlan, module: nn.Module, mp: MixedPrecision) -> Op
     return replace(plan.options, mp=full)
 
 
-_OVERRIDABLE = (
-    "mesh",
-    "strategy",
-    "reshard_after_forward",
-    "mp_policy",
-    "offload_policy",
-    "ignored",
-    "granularity",
-    "prefetch",
-    "init",
-    "param_init_fn",
-    "methods",
-    "layout",
-    "transport",
-    "static_buffers",
-)
+_OVERRIDABLE = {
+    "mesh": "mesh",
+    "strategy": None,
+    "reshard_after_forward": None,
+    "mp_policy": "mp",
+    "offload_policy": "offload",
+    "ignored": None,
+    "granularity": "granularity",
+    "prefetch": "prefetch",
+    "init": "init",
+    "param_init_fn": "param_init_fn",
+    "methods": "methods",
+    "layout": "layout",
+    "transport": "transport",
+    "static_buffers": "static_buffers",
+}
+"""By option, the field of ``Options`` that it sets; None where it sets none by itself."""
 
 
 def _override_options(options: Options, overrides: dict[str, Any], name: str) -> Options:
@@ -324,24 +325,12 @@ def _override_options(options: Options, overrides: dict[str, Any], name: str) ->
     if unknown:
         raise ValueError(
             f"fully_shard: unit {name!r} overrides {sorted(unknown)}; wanted some of "
-            f"{_OVERRIDABLE}."
+            f"{tuple(_OVERRIDABLE)}."
         )
     changed: dict[str, Any] = {
-        key: overrides[option]
-        for option, key in (
-            ("mesh", "mesh"),
-            ("mp_policy", "mp"),
-            ("offload_policy", "offload"),
-            ("granularity", "granularity"),
-            ("prefetch", "prefetch"),
-            ("init", "init"),
-            ("param_init_fn", "param_init_fn"),
-            ("methods", "methods"),
-            ("layout", "layout"),
-            ("transport", "transport"),
-            ("static_buffers", "static_buffers"),
-        )
-        if option in overrides
+        field: overrides[option]
+        for option, field in _OVERRIDABLE.items()
+        if field is not None and option in overrides
     }
     _check_options(replace(options, **changed), f"fully_shard: override of unit {name!r}")
     reshard = overrides.get("reshard_after_forward")
