@@ -7,9 +7,9 @@ order of registration, on one device, and gradients are synchronised.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar
 
 from fsdp_compose.base.policy import Prefetch
@@ -351,7 +351,7 @@ class _Player:
                 listed: list[Record] | None = getattr(node.record, name)
                 if listed is not None:
                     nodes = [self.nodes[id(record)] for record in listed]
-                    setattr(node.expected, name, [partial(_same, node) for node in nodes])
+                    setattr(node.expected, name, list(map(weakref.ref, nodes)))
         makers = {id(e.record) for e in survey.events if e.use is not None and e.use.grad_bytes}
         self.ledger = _Ledger(survey, [self.nodes[key] for key in makers])
         self.schedule = self.ledger.schedule
@@ -446,10 +446,6 @@ def _node(record: Record) -> _Node:
     keeping = _Keeping(record.keep, record.reshard_after_backward)
     expected = Expected(is_read=not (record.is_unread and record.routes))
     return _Node(record, record.name, record.routes, record.prefetch, keeping, expected)
-
-
-def _same(node: _Node) -> _Node:
-    return node
 
 
 def _graph(events: Sequence[Event]) -> tuple[set[int], set[int]]:
