@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdp_compose.base.torch_private import is_profiling, swap_tensors
+from fsdp_compose.base.torch_private import profiler_enabled, swap_tensors
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 
 
@@ -35,7 +35,7 @@ def check_exchangeable(call: str, tensors: Iterable[torch.Tensor]) -> None:
     try:
         for tensor in tensors:
             swap_contents(tensor, tensor)
-        if is_profiling():
+        if profiler_enabled():
             seen = torch.zeros(1, device="cpu").add_(1)
             swap_contents(seen, seen)
     except RuntimeError as error:

@@ -398,7 +398,6 @@ def child_slots(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 
 
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
-is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
