@@ -9,8 +9,8 @@ import torch
 
 def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides in which ``tensor`` is flattened: its own when they are dense, else contiguous."""
-    if tensor.is_contiguous():
-        return tuple(tensor.stride()) if tensor.numel() else contiguous_strides(tensor.shape)
+    if not tensor.numel():
+        return contiguous_strides(tensor.shape)
     dims = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -21,7 +21,7 @@ def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
         if stride != expected:
             return contiguous_strides(tensor.shape)
         expected *= size
-    return tuple(tensor.stride()) if tensor.numel() else contiguous_strides(tensor.shape)
+    return tuple(tensor.stride())
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
