@@ -19,7 +19,6 @@ from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.guards.unread_weights import default_of
-from fsdp_compose.core.records import Switches
 from fsdp_compose.scopes.unshard import reduce_units
 
 Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]
@@ -292,22 +291,17 @@ def accumulate(module: nn.Module, keep: Keep = "sharded") -> Iterator[None]:
     if keep != "sharded":
         refuse_postponing(units, f"accumulate(keep={keep!r})")
     clear_failed_steps(units)
-    found = [_read_flags(unit.switches) for unit in units]
-    done = False
+    found = [(unit.switches.sync, unit.switches.all_reduce) for unit in units]
     try:
         for unit in units:
             unit.switches.sync &= keep != "unsharded"
             unit.switches.all_reduce &= keep != "no_all_reduce"
         yield
-        done = True
+    except BaseException:
+        for bucket in [bucket for unit in units for bucket in unit.buckets]:
+            discard_waiting(bucket)
+        raise
     finally:
         for unit, (sync, all_reduce) in zip(units, found, strict=True):
             unit.switches.sync, unit.switches.all_reduce = sync, all_reduce
-            if not done:
-                for bucket in unit.buckets:
-                    discard_waiting(bucket)
     reduce_units([unit for unit, flags in zip(units, found, strict=True) if all(flags)])
-
-
-def _read_flags(switches: Switches) -> tuple[bool, bool]:
-    return switches.sync, switches.all_reduce
