@@ -28,7 +28,7 @@ from fsdp_compose.comm.messages import to_bytes
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.sharded import is_sharded, tag
 
-Path_: TypeAlias = "tuple[Any, ...]"
+KeyPath: TypeAlias = "tuple[Any, ...]"
 
 
 class Source:
@@ -47,17 +47,17 @@ class Source:
         self._outlines: dict[int, tuple[str, Any]] = {}
         self._whole = self._find_whole(paths)
         self._pickled = frozenset(self._whole.values())
-        self._parts: dict[str, dict[Path_, str]] = {}
+        self._parts: dict[str, dict[KeyPath, str]] = {}
         self._joined: set[str] = set()
         self.paths = self._join(paths)
 
-    def _find_whole(self, paths: Mapping[Path_, str]) -> dict[Path_, str]:
+    def _find_whole(self, paths: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
         """Take the values that were saved whole out of ``paths``; their keys by place.
 
         Raises:
             RuntimeError: the place of one is not what a save writes.
         """
-        found: dict[Path_, str] = {}
+        found: dict[KeyPath, str] = {}
         for path, key in paths.items():
             if path[:1] == (OBJECTS,) and len(path) == 2:
                 try:
@@ -66,9 +66,9 @@ class Source:
                     raise RuntimeError(f"{self.path / METADATA}: damaged: {error}.") from error
         return found
 
-    def _join(self, paths: Mapping[Path_, str]) -> dict[Path_, str]:
+    def _join(self, paths: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
         """Give each value that torch cut into parts one path, and remember its parts."""
-        joined: dict[Path_, str] = {}
+        joined: dict[KeyPath, str] = {}
         for path, key in paths.items():
             starts = (path[:n] for n in range(1, len(path) + 1))
             if path[:1] == (OBJECTS,) or any(start in self._whole for start in starts):
@@ -80,7 +80,7 @@ class Source:
                 self._parts.setdefault(whole, {})[path[len(place) :]] = key
         return {**joined, **self._whole}
 
-    def below(self, prefix: Path_) -> dict[Path_, str]:
+    def below(self, prefix: KeyPath) -> dict[KeyPath, str]:
         """Find the paths one step below ``prefix``, and their flat keys."""
         depth = len(prefix)
         return {
@@ -102,14 +102,14 @@ class Source:
         """The flat key that an outline stands for."""
         return self._outlines[id(outline)][0]
 
-    def model_prefix(self, names: Iterable[str]) -> Path_:
+    def model_prefix(self, names: Iterable[str]) -> KeyPath:
         """Find the place in the saved dictionary below which most of ``names`` lie.
 
         Raises:
             RuntimeError: several have as many, and none of them is ``"model"``.
         """
         known = set(names)
-        hits: dict[Path_, int] = {("model",): 0}
+        hits: dict[KeyPath, int] = {("model",): 0}
         for path in self.paths:
             if clean_name(str(path[-1])) in known:
                 hits[path[:-1]] = hits.get(path[:-1], 0) + 1
@@ -130,7 +130,7 @@ class Source:
         Raises:
             RuntimeError: there is none.
         """
-        prefixes = {path[: path.index("param_groups")] for path in self.paths if _in_groups(path)}
+        prefixes = {p[: p.index("param_groups")] for p in self.paths if "param_groups" in p}
         if not prefixes and is_by_key(path[-1] for path in self.paths):
             return self._optimizer_by_key()
         if not prefixes:
@@ -255,7 +255,3 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         self.original_state_dict[key] = load_plain(key, value)
-
-
-def _in_groups(path: Path_) -> bool:
-    return "param_groups" in path
