@@ -47,9 +47,9 @@ def find_pieces(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> S
 
     It is of ``p.flatten()``, or of a raw piece and has a row for each of its blocks.
     """
-    if is_elementwise(key, value, part, given) or not value.ndim or part.owner is not None:
+    if not isinstance(value, Tensor) or not value.ndim or part.owner is not None:
         return None
-    if is_one_number(key, value):
+    if is_elementwise(key, value, part, given) or is_one_number(key, value):
         return None
     if part.span is None:
         flat = None if part.spec is None or len(part.shape) < 2 else flat_spec(part.spec)

@@ -438,33 +438,27 @@ def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> d
     before = flatten(optim.state.get(member.param, {}))
     result: dict[str, Any] = {}
     for part in member.parts:
+        values = given["state"].get(part.name, {})
         if part.owner is not None and part.spec is not None:
-            values = given["state"].get(part.name, {})
             whole_values = {key: gather_owned(value, part) for key, value in values.items()}
             return {} if part.is_elsewhere else whole_values
-        for key, value in given["state"].get(part.name, {}).items():
-            if part.spec is None or not is_elementwise(key, value, part, given):
-                pieces = None
-                if isinstance(value, Tensor):
-                    pieces = find_pieces(part, key, value, given)
-                if pieces is not None:
-                    cut = fit(value, pieces).clone()
-                    local = to_local(cut)
-                    result[key] = local.view(-1, *pieces.shape[1:]) if member.is_raw else cut
-                elif key not in result:
-                    result[key] = (
-                        gather_whole(value).clone() if isinstance(value, Tensor) else value
-                    )
-                continue
-            piece = fit(value, part.spec).clone()
-            if not member.is_raw:
-                plain = key in before and not is_sharded(before[key])
-                result[key] = to_local(piece) if plain else piece
-                continue
-            if key not in result:
-                local = to_local(piece)
-                result[key] = local.new_zeros(member.param.shape, device=member.param.device)
-            result[key][part.span].copy_(to_local(piece))
+        for key, value in values.items():
+            if part.spec is not None and is_elementwise(key, value, part, given):
+                piece = fit(value, part.spec).clone()
+                if member.is_raw:
+                    if key not in result:
+                        param = member.param
+                        result[key] = to_local(piece).new_zeros(param.shape, device=param.device)
+                    result[key][part.span].copy_(to_local(piece))
+                else:
+                    is_plain = key in before and not is_sharded(before[key])
+                    result[key] = to_local(piece) if is_plain else piece
+            elif (pieces := find_pieces(part, key, value, given)) is not None:
+                cut = fit(value, pieces).clone()
+                shape = (-1, *pieces.shape[1:])
+                result[key] = to_local(cut).view(shape) if member.is_raw else cut
+            elif key not in result:
+                result[key] = gather_whole(value).clone() if isinstance(value, Tensor) else value
     return result
 
 
