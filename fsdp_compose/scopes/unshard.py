@@ -238,35 +238,9 @@ def reshard(module: nn.Module) -> None:
         >>> type(model.weight).__name__
         'ShardedParameter'
     """
-    edited: Entry | None = None
-    units = own_units(module, "reshard")
-    for unit in units:
-        opened = unit.opened
-        around = None  # the innermost scope that was opened over the unsharded unit
-        while opened is not None and not isinstance(opened, Unsharded):
-            around, opened = opened, opened.outer
-        if isinstance(opened, Unsharded):
-            then, now = versions_at_fill(unit), leaf_versions_of(unit)
-            for index, (entry, before) in enumerate(
-                zip(unit.entries, opened.versions, strict=True)
-            ):
-                full = hide(entry, opened)
-                is_current = then[index] == now[index]
-                if full is not None and (
-                    full._version != before or (is_current and _is_written_unseen(entry, full))
-                ):
-                    edited = edited or entry
-                    forget_written(unit)
-                    bucket = owner_of(entry)  # whose next forward is not the one that wrote
-                    bucket.counts = list(map(read_version, bucket.aliases))
-                del full  # which may free a graph that keeps the unit gathered
-            if around is not None:
-                around.outer = None
-            else:
-                unit.opened = None
-                if not is_running(unit):
-                    install_leaves(unit)
-            opened.tensors = []
+    edited: list[Entry] = []
+    for unit in own_units(module, "reshard"):
+        edited += _end_unshard(unit)
         reasons = [Hold.PREFETCH]
         if not _has_graphs(unit):
             reasons.append(Hold.USER)
@@ -274,12 +248,42 @@ def reshard(module: nn.Module) -> None:
             reasons.append(Hold.KEPT)
         for reason in reasons:
             unit.engine.schedule.drop(unit, reason)
-    if edited is not None:
+    if edited:
+        spec = edited[0].spec
         raise RuntimeError(
-            f"reshard: parameter {edited.spec.fqn!r} of unit {edited.spec.unit!r} was written "
+            f"reshard: parameter {spec.fqn!r} of unit {spec.unit!r} was written "
             "between unshard and reshard, and the edit would be lost; edit parameters inside "
             "`with fsdp_compose.gathered(module, writeback=True):`."
         )
+
+
+def _end_unshard(unit: Unit) -> list[Entry]:
+    """Let parameters and modules hold their slices again; the parameters that were written."""
+    around, opened = None, unit.opened
+    while opened is not None and not isinstance(opened, Unsharded):
+        around, opened = opened, opened.outer  # scopes that were opened over it
+    if opened is None:
+        return []
+    edited: list[Entry] = []
+    versions = opened.versions, versions_at_fill(unit), leaf_versions_of(unit)
+    for entry, before, then, now in zip(unit.entries, *versions, strict=True):
+        full = hide(entry, opened)
+        if full is not None and (
+            full._version != before or (then == now and _is_written_unseen(entry, full))
+        ):
+            edited.append(entry)
+            forget_written(unit)
+            bucket = owner_of(entry)  # whose next forward is not the one that wrote
+            bucket.counts = list(map(read_version, bucket.aliases))
+        del full  # which may free a graph that keeps the unit gathered
+    if around is not None:
+        around.outer = None
+    else:
+        unit.opened = None
+        if not is_running(unit):
+            install_leaves(unit)
+    opened.tensors = []
+    return edited
 
 
 def _is_written_unseen(entry: Entry, full: torch.Tensor) -> bool:
