@@ -27,6 +27,7 @@ from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.compared_steps import Settings
 from fsdp_compose.core.guards.interrupts import clear_interrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
+from fsdp_compose.core.guards.units import list_all_units
 from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.mirror import source_of
@@ -73,7 +74,7 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
     """``closure`` for a step inside a scope: its forward sees the parameters in full."""
 
     def call() -> Any:
-        show_current(_units())
+        show_current(list_all_units())
         result = closure()
         for entry in rested:
             rest(entry)
@@ -86,11 +87,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     unhook_slice_step(optimizer)
     _note_writes(True)
     _note_step(optimizer)
-    for engine in here.engines.values():
-        for unit in engine.units:
-            for bucket in unit.buckets:
-                bucket.arriving.sums.steps = 0
-    show_current(_units())
+    units = list_all_units()
+    for bucket in [bucket for unit in units for bucket in unit.buckets]:
+        bucket.arriving.sums.steps = 0
+    show_current(units)
 
 
 def _note_writes(are_noted: bool) -> None:
@@ -220,13 +220,9 @@ def _find_bucket(param: nn.Parameter) -> Bucket | None:
     return None if entry is None or entry.owner is None else entry.owner()
 
 
-def _units() -> list[Unit]:
-    return [unit for engine in here.engines.values() for unit in engine.units]
-
-
 def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
     """The optimizer's parameters that a scope shows in full, which now hold their shards."""
-    opened = (unit for unit in _units() if unit.opened is not None)
+    opened = (unit for unit in list_all_units() if unit.opened is not None)
     shown = {id(entry.held): entry for unit in opened for entry in unit.entries}
     if not shown:
         return []
@@ -291,10 +287,9 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, caller: str) -> None:
     Raises:
         RuntimeError: naming a parameter.
     """
-    units = (unit for engine in here.engines.values() for unit in engine.units)
     slots = {
         id(bucket.residence): bucket.mesh.slots
-        for unit in units
+        for unit in list_all_units()
         for bucket in unit.buckets
         if bucket.mesh.slots is not None and bucket.stored.device.type == "cpu"
     }

@@ -30,6 +30,7 @@ from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import UNAVERAGED, look_again
+from fsdp_compose.core.guards.units import list_all_units
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
@@ -137,12 +138,11 @@ def _list_plain(params: Sequence[torch.Tensor], bucket: Bucket) -> list[torch.Te
     """
     others = {rank for group in bucket.mesh.groups for rank in group.ranks} - {dist.get_rank()}
     ignored: set[int] = set()
-    for engine in here.engines.values():
-        for unit in engine.units:
-            for ref in unit.checks.left_alone.values():
-                item = ref()
-                found = item.parameters() if isinstance(item, nn.Module) else [item]
-                ignored.update(map(id, found))
+    for unit in list_all_units():
+        for ref in unit.checks.left_alone.values():
+            item = ref()
+            found = item.parameters() if isinstance(item, nn.Module) else [item]
+            ignored.update(map(id, found))
     return [p for p in params if id(p) not in ignored and _is_plain(p, others)]
 
 

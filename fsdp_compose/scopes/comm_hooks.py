@@ -19,12 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.arguments import check_function, check_kind, describe_value
 from fsdp_compose.base.parts import cut_by_rank
-from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
 from fsdp_compose.comm.grad_bucket import GradBucket, has_state
 from fsdp_compose.core.guards.slots import refuse_postponing
-from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.units import list_all_units, require_units
 from fsdp_compose.core.state import Unit, iter_units
 
 CommHook = Callable[[Any, GradBucket], torch.Tensor]
@@ -101,8 +100,8 @@ def _check_names(units: list[Unit], state: Int8ErrorFeedback) -> None:
 
 def _find_commonest(units: list[Unit], state: Int8ErrorFeedback) -> tuple[str, int]:
     """The commonest name of ``units`` and of others that have the state, and how many have it."""
-    everywhere = (unit for engine in here.engines.values() for unit in engine.units)
-    given = dict.fromkeys([*units, *(u for u in everywhere if u.switches.comm_state is state)])
+    others = (unit for unit in list_all_units() if unit.switches.comm_state is state)
+    given = dict.fromkeys([*units, *others])
     return Counter(unit.name for unit in given).most_common(1)[0]
 
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.base.exchange import check_exchangeable
-from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
@@ -30,6 +29,7 @@ from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_at_rest
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import give_gradient
+from fsdp_compose.core.guards.units import list_all_units
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.scopes.compared_edits import EditComparison
@@ -160,12 +160,7 @@ summon_full_params = gathered
 
 def find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
-    by_slots = {
-        id(values): unit
-        for engine in here.engines.values()
-        for unit in engine.units
-        for values, _, _ in unit.links.places
-    }
+    by_slots = {id(values): unit for unit in list_all_units() for values, _, _ in unit.links.places}
     found: dict[int, Unit] = {}
     pending = [module]
     seen: set[int] = set()

@@ -9,14 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.arguments import check_kind, check_module, check_not_negative, describe_value
-from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.moved_parameters import require_all_written, shard_of
-from fsdp_compose.core.guards.units import units_holding
+from fsdp_compose.core.guards.units import list_all_units, units_holding
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.scopes.open_scope import Scope, gather_stored
 from fsdp_compose.sharded import is_sharded, to_local
@@ -62,8 +61,7 @@ def iter_full(
     _check_device(device)
     entries = {
         (id(values), name): (unit, unit.entries[index])
-        for engine in here.engines.values()
-        for unit in engine.units
+        for unit in list_all_units()
         for values, name, index in unit.links.places
     }
     slots = [

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fsdp_compose.base.arguments import check_kind, describe_value
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_groups import groups_of_class, set_device_guard
+from fsdp_compose.core.guards.units import list_all_units
 from fsdp_compose.core.state import find_state
 from fsdp_compose.simulation import own
 from fsdp_compose.simulation.faults import Fault, RunOtherUnit
@@ -243,8 +244,8 @@ class _Run:
                 continue
             calls.append(None)
             if len(calls) == fault.call + 1:
-                units = [unit for engine in here.engines.values() for unit in engine.units]
-                others = [unit.modules[0]() for unit in units if unit.name == fault.instead]
+                units = [unit for unit in list_all_units() if unit.name == fault.instead]
+                others = [unit.modules[0]() for unit in units]
                 for other in filter(None, others[:1]):
                     other(*inputs)
 

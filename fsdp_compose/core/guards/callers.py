@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.compiler import is_exporting
 
-from fsdp_compose.base.process import here, once
+from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
 from fsdp_compose.base.torch_stack import is_in_call
-from fsdp_compose.core.guards.units import get_state
+from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
 
@@ -119,14 +119,13 @@ class _OutOfReach:
 
 def _note_fork() -> None:
     """In a forked child: have every unit, and every gather of a parameter, raise."""
-    for engine in here.engines.values():
-        for unit in list(engine.units):
-            unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
-            meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]
-            splits = [entry.spec.whole_groups for entry in unit.entries]
-            for group in {id(g): g for groups in (*meshes, *splits) for g in groups}.values():
-                if group.pg is not None:
-                    object.__setattr__(group, "pg", _OutOfReach())
+    for unit in list_all_units():
+        unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
+        meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]
+        splits = [entry.spec.whole_groups for entry in unit.entries]
+        for group in {id(g): g for groups in (*meshes, *splits) for g in groups}.values():
+            if group.pg is not None:
+                object.__setattr__(group, "pg", _OutOfReach())
 
 
 class _Refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.process import here
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import (
@@ -39,6 +40,11 @@ def require_units(
         f"{caller}: {found}; pass a module that fully_shard was called on, or {wanted}. "
         f"{advice}".strip()
     )
+
+
+def list_all_units() -> list[Unit]:
+    """The units of all models in this process."""
+    return [unit for engine in here.engines.values() for unit in engine.units]
 
 
 def units_holding(module: nn.Module) -> list[Unit]:
