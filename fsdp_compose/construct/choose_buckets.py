@@ -127,15 +127,16 @@ def _check_nesting(plan: UnitPlan, item: Found) -> None:
     """Raise where the parameter belongs to a unit around the planned one, and is not tied (D9)."""
     entry = find_entry(item.param)
     bucket = owner_of(entry)
-    for unit in filter(None, [bucket.users.unit and bucket.users.unit()]):
-        outer = {id(m) for ref in unit.modules if (top := ref()) is not None for m in top.modules()}
-        if any(id(module) in outer for module in plan.modules):
-            raise ValueError(
-                f"fully_shard: unit {plan.name!r} is inside unit {unit.name!r}, which was sharded "
-                f"before it and has its parameter {entry.spec.fqn!r}; shard from the inside out. "
-                "Call fsdp_compose.undo on the outer module, then fully_shard on the inner modules "
-                "first and on the outer one last, or once on the outer one with units=."
-            )
+    unit = bucket.users.unit and bucket.users.unit()
+    tops = [top for ref in unit.modules if (top := ref()) is not None] if unit else []
+    outer = {id(module) for top in tops for module in top.modules()}
+    if unit and any(id(module) in outer for module in plan.modules):
+        raise ValueError(
+            f"fully_shard: unit {plan.name!r} is inside unit {unit.name!r}, which was sharded "
+            f"before it and has its parameter {entry.spec.fqn!r}; shard from the inside out. "
+            "Call fsdp_compose.undo on the outer module, then fully_shard on the inner modules "
+            "first and on the outer one last, or once on the outer one with units=."
+        )
 
 
 def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
