@@ -254,17 +254,14 @@ def _find_device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -
 def cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
     """Cast the unit's floating-point buffers; one under two names stays one."""
     cast: dict[int, torch.Tensor] = {}
-    for module in plan.modules:
-        state = module.__dict__[STATE_KEY]
-        for name, submodule in plan.managed(module):
-            for key, buffer in buffer_slots(submodule).items():
-                if buffer is None or id(buffer) in plan.ignored.buffers:
-                    continue
-                if mp.buffer_dtype is not None and buffer.is_floating_point():
-                    state.buffer_dtypes[f"{name}.{key}" if name else key] = buffer.dtype
-                    if id(buffer) not in cast:
-                        cast[id(buffer)] = buffer.to(mp.buffer_dtype)
-                    buffer_slots(submodule)[key] = cast[id(buffer)]
+    for module in plan.modules if mp.buffer_dtype is not None else ():
+        dtypes = module.__dict__[STATE_KEY].buffer_dtypes
+        for name, submodule, key, buffer in plan.managed_buffers(module):
+            if buffer.is_floating_point():
+                dtypes[name] = buffer.dtype
+                if id(buffer) not in cast:
+                    cast[id(buffer)] = buffer.to(mp.buffer_dtype)
+                buffer_slots(submodule)[key] = cast[id(buffer)]
 
 
 def leave_for_loading(meta: MetaValues, mesh: MeshLike | None, modules: Sequence[object]) -> None:

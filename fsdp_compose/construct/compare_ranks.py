@@ -192,19 +192,14 @@ def values_of(plan: UnitPlan) -> Iterator[Value]:
             yield Value(key, name, what, item.param, slot, bucket.mesh, is_verified, repeated)
     seen: set[int] = set()
     for module in plan.modules:
-        for path, submodule in plan.managed(module):
-            slots = buffer_slots(submodule)
-            for place, buffer in slots.items():
-                if buffer is None or id(buffer) in plan.ignored.buffers:
-                    continue
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    name = f"{path}.{place}" if path else place
-                    what = f"buffer {plan.full_name(name)!r} of unit {plan.name!r}"
-                    key = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
-                    slot = Slot(weakref.ref(submodule), place, slots)
-                    mesh = mesh_of(plan, buffer)
-                    yield Value(key, name, what, buffer, slot, mesh, is_verified)
+        for name, submodule, place, buffer in plan.managed_buffers(module):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                what = f"buffer {plan.full_name(name)!r} of unit {plan.name!r}"
+                key = f"{plan.name}:b:{plan.modules.index(module)}.{name}"
+                slot = Slot(weakref.ref(submodule), place, buffer_slots(submodule))
+                mesh = mesh_of(plan, buffer)
+                yield Value(key, name, what, buffer, slot, mesh, is_verified)
 
 
 def mesh_of(plan: UnitPlan, tensor: torch.Tensor) -> Mesh | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsdp_compose.base.policy import (
     Placement,
     Prefetch,
 )
+from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.layout.shards import Layout
@@ -167,6 +168,13 @@ class UnitPlan:
     def managed(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """The submodules of ``module`` that belong to the unit, with their names in it."""
         return self.members[self.modules.index(module)]
+
+    def managed_buffers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+        """(name in the unit, submodule, name in that, buffer) of each that is not to be ignored."""
+        for path, submodule in self.managed(module):
+            for key, buffer in [*buffer_slots(submodule).items()]:
+                if buffer is not None and id(buffer) not in self.ignored.buffers:
+                    yield f"{path}.{key}" if path else key, submodule, key, buffer
 
     def left_alone(self) -> dict[int, weakref.ref[Any]]:
         """The parameters, buffers and modules that were to be ignored, by id."""

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from fsdp_compose.base.memory import nbytes_of
 from fsdp_compose.base.policy import Prefetch
-from fsdp_compose.base.torch_private import buffer_slots, parameter_slots, raw
+from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Entry, Slot
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.names import is_wrapped, walk_named
@@ -324,14 +323,14 @@ class _Walker:
 
 
 def _planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> int:
-    casts: dict[int, torch.dtype] = {}
-    for plan in plans:
-        dtype = unit_precision(plan).buffer_dtype
-        for module in plan.modules:
-            for _, submodule in plan.managed(module):
-                for buffer in buffer_slots(submodule).values():
-                    if buffer is not None and buffer.is_floating_point() and dtype is not None:
-                        casts[id(buffer)] = dtype
+    casts = {
+        id(buffer): dtype
+        for plan in plans
+        if (dtype := unit_precision(plan).buffer_dtype) is not None
+        for module in plan.modules
+        for *_, buffer in plan.managed_buffers(module)
+        if buffer.is_floating_point()
+    }
     found = {id(b): b for module in modules for b in module.buffers()}
     return sum(
         b.numel() * casts[key].itemsize if key in casts else nbytes_of(b)

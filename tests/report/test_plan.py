@@ -361,9 +361,12 @@ def test_buffers_and_what_is_in_no_unit() -> None:
     found = plan(model, world_size=2, ignored=[model[2]], optimizer="adamw")
     assert found.memory.buffers == 8 * 4 + 8 * 4 + 8
     assert found.memory.outside == 4 * (64 + 8) * 4  # parameter, gradient, two of state
-    half = plan(model, world_size=2, mp_policy=MixedPrecision(buffer_dtype=torch.float16))
+    policy = MixedPrecision(buffer_dtype=torch.float16)
+    half = plan(model, world_size=2, mp_policy=policy)
     assert half.memory.buffers == 8 * 2 + 8 * 2 + 8
     assert half.memory.outside == 0
+    left = plan(model, world_size=2, mp_policy=policy, ignored=[model[1].running_mean])
+    assert left.memory.buffers == 8 * 4 + 8 * 2 + 8
 
 
 def test_total_is_persistent_plus_the_larger_peak() -> None:
