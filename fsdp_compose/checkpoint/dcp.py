@@ -143,11 +143,11 @@ def _save(
             found.agree("save_checkpoint", groups_of(module))
         state = _collect_state(module, found, extra, stages)
     groups = [] if found is None else found.result["param_groups"]
-    state = join_states("save_checkpoint", state, groups, stages)
+    state = join_states(state, groups, stages)
     with SharedErrors(group):
         containers = find_containers(state)
         state[OBJECTS] = {place: _pickle(value) for place, value in containers.items()}
-        warn_of_objects("save_checkpoint", state)
+        warn_of_objects(state)
     if asynchronous:
         with SharedErrors(group):
             state = _copy_to_host(state)
@@ -403,9 +403,8 @@ def _request_optim(
             continue
         for state_name, value in given["state"].get(name, {}).items():
             if isinstance(value, Tensor):
-                cut = part.owner is None
-                cut = cut and is_elementwise(state_name, value, part, given)
-                leaf = part.entry.param if cut and part.entry is not None else None
+                is_cut = part.owner is None and is_elementwise(state_name, value, part, given)
+                leaf = part.entry.param if is_cut and part.entry is not None else None
                 source.want(source.key_of(value), leaf, value.dtype)
     return given
 

@@ -38,7 +38,7 @@ def load_plain(key: str, file: io.BytesIO) -> Any:
         ) from error
 
 
-def warn_of_objects(caller: str, state: Mapping[str, Any]) -> None:
+def warn_of_objects(state: Mapping[str, Any]) -> None:
     """Warn where a saved ``state`` holds what loading it will refuse; it must pickle."""
     for place, value in _find_objects("", state):
         file = io.BytesIO()
@@ -48,8 +48,8 @@ def warn_of_objects(caller: str, state: Mapping[str, Any]) -> None:
             torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             warnings.warn(
-                f"{caller}: {place!r} holds {_name_object(error)}, which load_checkpoint takes "
-                "only after torch.serialization.add_safe_globals([...]) with the class, as "
+                f"save_checkpoint: {place!r} holds {_name_object(error)}, which load_checkpoint "
+                "takes only after torch.serialization.add_safe_globals([...]) with the class, as "
                 "unpickling it could run code. Keep numbers, strings, tensors, and lists, tuples "
                 "and dictionaries of them, there; or pass it as extra=.",
                 stacklevel=4,

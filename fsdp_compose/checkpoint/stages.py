@@ -385,7 +385,7 @@ def choose_stored(
 
 
 def join_states(
-    what: str, state: dict[str, Any], mine: list[dict[str, Any]], stages: Stages
+    state: dict[str, Any], mine: list[dict[str, Any]], stages: Stages
 ) -> dict[str, Any]:
     """What this rank saves where ranks hold other layers; every rank of the group must call it.
 
@@ -408,7 +408,7 @@ def join_states(
         if count[name] > 1 and not isinstance(values, OwnedState)
         for key, value in values.items()
     }
-    _check_alike(what, stages, sums)
+    _check_alike("save_checkpoint", stages, sums)
     by_rank = gather_objects(mine, stages.group) if stages.are_uneven else stages.gather(mine)
     groups = _join_groups(by_rank)
     model = {n: v for n, v in state["model"].items() if clean_name(n) not in stages.earlier}

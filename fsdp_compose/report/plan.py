@@ -138,7 +138,7 @@ def plan(
     modules = [module] if isinstance(module, nn.Module) else module
     check_modules("plan", modules)
     keeps = _states_of(optimizer)
-    available = None if device_memory is None else parse_size("device_memory", device_memory)
+    available = None if device_memory is None else parse_size(device_memory)
     chosen: dict[str, Any] = {
         "mesh": mesh,
         "units": units,

@@ -22,7 +22,7 @@ def size(nbytes: int) -> str:
     return f"{_digits(value) if unit else str(nbytes)} {_UNITS[unit]}"
 
 
-def parse_size(name: str, value: Any) -> int:
+def parse_size(value: Any) -> int:
     """Read bytes: a number, or a text such as ``'80GiB'``, ``'16 GB'`` or ``'17179869184'``.
 
     Raises:
@@ -35,7 +35,7 @@ def parse_size(name: str, value: Any) -> int:
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(
-            f'plan: {name} is {value!r}; wanted bytes, as a number or as "80GiB" or "16GB".'
+            f'plan: device_memory is {value!r}; wanted bytes, as a number or as "80GiB" or "16GB".'
         )
     return int(value)
 

@@ -38,7 +38,6 @@ from fsdp_compose.checkpoint.optimizer.nested import (
     write_exactly,
 )
 from fsdp_compose.checkpoint.optimizer.shapes import (
-    OwnedState,
     add_state_of_others,
     find_row_keys,
     is_one_number,
@@ -282,10 +281,7 @@ def _restore_containers(result: dict[str, Any]) -> dict[str, Any]:
     """Give state the lists, tuples and dictionaries that the optimizer has."""
     if "state" not in result:
         return result
-    state: dict[str, Any] = {}
-    for name, values in result["state"].items():
-        own = unflatten(values)
-        state[name] = OwnedState(own) if isinstance(values, OwnedState) else own
+    state = {name: type(values)(unflatten(values)) for name, values in result["state"].items()}
     return {**result, "state": state}
 
 
