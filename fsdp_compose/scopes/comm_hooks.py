@@ -150,7 +150,8 @@ def register_post_reduce_hook(
 def snapshot(module: nn.Module) -> dict[str, Any] | None:
     """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
     units = _by_place(module)
-    states = _collect_states(units)
+    found = {place: unit.switches.comm_state for place, unit in units.items()}
+    states = {place: state.state_dict() for place, state in found.items() if has_state(state)}
     return {"layout": _describe_layout(units), "states": states} if states else None
 
 
@@ -175,11 +176,6 @@ def _by_place(module: nn.Module) -> dict[str, Unit]:
     places = {id(submodule): name for name, submodule in module.named_modules()}
     found = ((unit.modules[0](), unit) for unit in iter_units(module))
     return {places.get(id(submodule), unit.name): unit for submodule, unit in found}
-
-
-def _collect_states(units: dict[str, Unit]) -> dict[str, Any]:
-    found = {place: unit.switches.comm_state for place, unit in units.items()}
-    return {place: state.state_dict() for place, state in found.items() if has_state(state)}
 
 
 def _describe_layout(units: dict[str, Unit]) -> dict[str, Any]:

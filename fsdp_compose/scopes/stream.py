@@ -98,7 +98,8 @@ def iter_full(
                 tensor = flat.as_strided(spec.shape, spec.stride, spec.offset)
             if spec.parallel is not None:
                 tensor = spec.parallel.assemble(tensor)
-        tensor = _assemble_dtensor(tensor)
+        if isinstance(tensor, DTensor):  # that a scope shows, or that is not sharded
+            tensor = tensor.full_tensor()
         kind = dtype if tensor.is_floating_point() else None
         yield full_name, tensor.to(device=device, dtype=kind, copy=True)
 
@@ -121,11 +122,6 @@ def _compare_ranks(module: nn.Module) -> None:
     units = units_holding(module)
     compare_records(units, "iter_full")
     require_all_written(unit for unit in units if not isinstance(unit.opened, Scope))
-
-
-def _assemble_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor that a scope shows, or that is not sharded, as the plain tensor it stands for."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _gather_parameter(bucket: Bucket, entry: Entry) -> torch.Tensor:
