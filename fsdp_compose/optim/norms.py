@@ -113,11 +113,14 @@ def compute_norm(
         )
     if not grads and experts is None and stages is None:
         return torch.zeros((), device=torch.get_default_device())
-    grads = _order_alike(grads)
+    if not share_groups(grads):  # by name, however each rank's caller ordered parameters
+        grads = sorted(grads, key=_names_of)
     elsewhere = torch.device("cpu") if stages is None else stages.device
     device = grads[0].local.device if grads else elsewhere
     wide = torch.float64 if device.type != "mps" else torch.float32
-    result = torch.float64 if any(_is_double(grad.local) for grad in grads) else torch.float32
+    doubles = torch.float64, torch.complex128
+    has_double = any(grad.local.dtype in doubles for grad in grads)
+    result = torch.float64 if has_double else torch.float32
     with torch.no_grad():
         held = (grad.param for grad in grads if grad.param is not None)
         if 0 < order < math.inf and adds_in_tree(held):
@@ -147,11 +150,6 @@ def _add_stages(total: torch.Tensor, norm: Norm, stages: Stages) -> torch.Tensor
     """This stage's power, maximum or count, combined with those of the other stages."""
     what = f"take the norm of order {norm.order:g}{norm.use} of the gradients of all stages"
     return _combine_over_ranks(total.reshape(1), norm.order, stages.group, what).squeeze(0)
-
-
-def _order_alike(grads: list[Gradient]) -> list[Gradient]:
-    """The gradients of several groups by name, however each rank's caller ordered parameters."""
-    return grads if share_groups(grads) else sorted(grads, key=_names_of)
 
 
 def _names_of(grad: Gradient) -> tuple[str, ...]:
@@ -208,10 +206,6 @@ def _combine(numbers: torch.Tensor, order: float) -> torch.Tensor:
     if math.isinf(order):
         return numbers.amax() if order > 0 else numbers.amin()  # NaN where one is
     return numbers.sum()
-
-
-def _is_double(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float64, torch.complex128)
 
 
 def _local_norms(

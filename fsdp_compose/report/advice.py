@@ -145,7 +145,8 @@ def _split_ends(question: Question) -> Iterator[Advice]:
         if not names:
             continue
         text = f"make {quote_names(names)} units of their own, so that neither waits for the other"
-        paste = _units_line(policy, f"by_name({', '.join(map(_quoted, names))})")
+        quoted = ", ".join([f'"{name}"' for name in names])
+        paste = _units_line(policy, f"by_name({quoted})")
         _, advice = question.try_change(text, paste, units=policy | by_name(*names))
         if advice.saved_bytes > WORTH * question.now.needed:
             yield advice
@@ -156,10 +157,6 @@ def _grad_bytes(survey: Survey, module: str) -> int:
     uses = [event.use for event in survey.events if event.use is not None]
     below = {use.param: use.grad_bytes for use in uses if use.name.startswith(f"{module}.")}
     return sum(below.values())
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
 
 
 def _join_small_units(question: Question) -> Iterator[Advice]:
