@@ -53,7 +53,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
 
-WORLD = "_fsdp_compose_local"
+LAYOUTS = "_fsdp_compose_local"
 """The entry of ``kind="local"`` with what must be alike where it is loaded."""
 
 
@@ -109,7 +109,7 @@ def optim_state_dict(
             )
             for name, values in result["state"].items()
         }
-        result[WORLD] = layout_of(found.parts)
+        result[LAYOUTS] = layout_of(found.parts)
     return _restore_containers(result)
 
 

@@ -43,7 +43,7 @@ from fsdp_compose.checkpoint.optimizer.nested import (
     map_tensors,
     unflatten,
 )
-from fsdp_compose.checkpoint.optimizer.read import WORLD, describe_object, layout_of
+from fsdp_compose.checkpoint.optimizer.read import LAYOUTS, describe_object, layout_of
 from fsdp_compose.checkpoint.optimizer.rekey import has_numbers, order_by_names, to_names
 from fsdp_compose.checkpoint.optimizer.shapes import (
     OwnedState,
@@ -125,7 +125,7 @@ def load_optim_state_dict(
     with SharedErrors(*groups, what="load_optim_state_dict") as shared:
         shared.facts = _check_fit(targets, given)
         _check_readable(targets, given)
-    if WORLD not in given:  # there each rank's file is its own
+    if LAYOUTS not in given:  # there each rank's file is its own
         agree_on_given(given, parts_of(targets), groups)
     with unchanged_by_errors(targets), SharedErrors(*groups, what="load_optim_state_dict"):
         write_optim(targets, given)
@@ -218,10 +218,10 @@ def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
     """Raise RuntimeError for what does not fit; return what all ranks must have alike."""
     problems: list[str] = []
     gathers = 0
-    if given.get(WORLD) is not None:
+    if given.get(LAYOUTS) is not None:
         mine = layout_of(parts_of(targets))
         for name, place in mine.items():
-            theirs = given[WORLD].get(name)
+            theirs = given[LAYOUTS].get(name)
             if theirs is not None and tuple(theirs) != place:
                 what = f"saved over {theirs[0]} ranks" if theirs[0] != place[0] else "cut elsewhere"
                 problems.append(
@@ -429,7 +429,7 @@ def _number_parameters(
         saved = _find_settings(given, names, []) if members else _settings_of(next(unused, {}))
         copied = map_tensors(Tensor.clone, saved)
         param_groups.append({**hyper, **copied, "params": numbers})
-    extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", WORLD)}
+    extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", LAYOUTS)}
     return {**extra, "state": state, "param_groups": param_groups}
 
 
