@@ -151,7 +151,7 @@ def with_transport(group: Group, transport: Transport | None) -> Group:
 
 
 def require_group(what: str) -> None:
-    """Raise where ranks that were launched together would each be a world of one (D19).
+    """Raise where ranks that were launched together would each be a world of one.
 
     Args:
         what: the function that was called.
@@ -175,7 +175,7 @@ def require_group(what: str) -> None:
 
 
 def refuse_late_group(unit: str) -> None:
-    """Raise where ranks joined a group after ``unit`` had been made a world of one on each (D19).
+    """Raise where ranks joined a group after ``unit`` had been made a world of one on each.
 
     Raises:
         RuntimeError: the default group has several ranks.

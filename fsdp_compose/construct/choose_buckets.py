@@ -124,7 +124,7 @@ def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) ->
 
 
 def _check_nesting(plan: UnitPlan, item: Found) -> None:
-    """Raise where the parameter belongs to a unit around the planned one, and is not tied (D9)."""
+    """Raise where the parameter belongs to a unit around the planned one, and is not tied."""
     entry = find_entry(item.param)
     bucket = owner_of(entry)
     unit = bucket.users.unit and bucket.users.unit()

@@ -2,7 +2,7 @@
 
 DTensors say themselves how they are split. For parameters that were split by hand,
 ``declare_tensor_parallel`` says it. Both must lie on other mesh dimensions than the ranks that the
-library shards over (D9).
+library shards over.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def find_parallel(param: nn.Parameter, name: str, unit: str) -> Parallel | None:
     """How tensor parallelism split a parameter that is not sharded yet; None: it did not.
 
     Raises:
-        ValueError: a DTensor that cannot be sharded (D9).
+        ValueError: a DTensor that cannot be sharded.
     """
     if not isinstance(param, DTensor):
         known: Parallel | None = _declared.get(param)
@@ -266,7 +266,7 @@ def check_declared(named: Mapping[str, object]) -> None:
 
 
 def check_meshes(parallel: Parallel, name: str, unit: str, mesh: Mesh, given: object) -> None:
-    """Raise ValueError when a split parameter and the ranks to shard it over overlap (D9).
+    """Raise ValueError when a split parameter and the ranks to shard it over overlap.
 
     That the ranks to shard it over hold the same part is for ``agree`` to see.
     """

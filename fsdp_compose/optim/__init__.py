@@ -4,14 +4,14 @@ Files, each importing only from those above it:
 
     mirror                 one gradient for a plain parameter and the sharded ones it is over
     plain_parameters       flat_parameters, local_parameters: plain tensors over the shards
-    unaveraged_parameters  steps over sharded parameters and plain ones nobody averages (D18)
+    unaveraged_parameters  steps over sharded parameters and plain ones nobody averages
     state_cut              steps over state of another cut are refused before they write
     step_plan              which state goes into which list of a step, remembered
     slice_step             steps of torch's elementwise optimizers run on the slices themselves
     matrices               whole matrices at the ranks that own them, collected and returned
     gradients              gradients, those of a bucket as one tensor where they are one buffer
     scaler                 loss scaling whose ranks agree on overflow
-    step_guard             a step that would train nothing, or on wrong values, raises (D12)
+    step_guard             a step that would train nothing, or on wrong values, raises
     fixed_sum              sums that have the same bits however numbers are cut over ranks
     norms                  norms of gradients over slices and ranks
     clip                   norms and clipping: the calls, and torch's own clipping

@@ -107,8 +107,8 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         joins: give the gradients of a bucket as one where they lie in one buffer.
 
     Raises:
-        RuntimeError: gradients were accumulated and not reduced (D12), or nothing averages some
-            of the parameters (D18); ``caller`` is named.
+        RuntimeError: gradients were accumulated and not reduced, or nothing averages some
+            of the parameters; ``caller`` is named.
     """
     params = list_parameters(params, caller)
     if isinstance(params, nn.Module):
@@ -244,7 +244,7 @@ _get_residence = attrgetter("_shard_spec.residence")
 
 
 def _check_reduced(params: Sequence[Any], caller: str) -> None:
-    """Raise where gradients of a bucket wait to be reduced, naming its first parameter (D12)."""
+    """Raise where gradients of a bucket wait to be reduced, naming its first parameter."""
     keys = list(map(id, map(_get_residence, params)))
     firsts = dict(zip(reversed(keys), reversed(params), strict=True))
     for key in dict.fromkeys(keys):

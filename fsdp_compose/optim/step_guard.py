@@ -1,4 +1,4 @@
-"""The guard on optimizer steps: what would train nothing, or on the wrong values, raises (D12)."""
+"""The guard on optimizer steps: what would train nothing, or on the wrong values, raises."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """Raise when no parameter has a gradient, though a sharded one is to be trained (D12)."""
+    """Raise when no parameter has a gradient, though a sharded one is to be trained."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with raw():
         if any(get_grad(param) is not None for param in params):
@@ -354,7 +354,7 @@ def _list_models(engine: Engine) -> list[set[Unit]]:
 def _check_other_parameters(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> None:
-    """Raise when an optimizer holds a plain copy of the model that has the gradients (D4).
+    """Raise when an optimizer holds a plain copy of the model that has the gradients.
 
     That is when none of its parameters has a gradient, and those of a sharded model, which have,
     are as many of the same shapes.

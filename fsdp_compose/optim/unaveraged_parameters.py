@@ -1,4 +1,4 @@
-"""A step over sharded parameters and plain ones whose gradients nothing averages is an error (D18).
+"""A step over sharded parameters and plain ones whose gradients nothing averages is an error.
 
 Where no module stands around the units of a model, as in a script's own loop over blocks, nothing
 but the optimizer knows what is trained with them. Each optimizer is looked through once, and again

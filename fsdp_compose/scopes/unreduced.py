@@ -33,7 +33,7 @@ from fsdp_compose.sharded import (
 
 
 class UnreducedGradient(ShardedTensor):
-    """A gradient that was accumulated without synchronisation and is not reduced yet (D12).
+    """A gradient that was accumulated without synchronisation and is not reduced yet.
 
     It has the shape, dtype and device that the reduced one will have, and can be cleared.
     """

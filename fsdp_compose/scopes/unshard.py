@@ -384,7 +384,7 @@ def reduce_units(units: list[Unit]) -> None:
 def check_reduced(
     buckets: Iterable[Bucket], caller: str, param: nn.Parameter | None = None
 ) -> None:
-    """Raise when gradients of the buckets wait to be reduced, naming ``param`` if given (D12)."""
+    """Raise when gradients of the buckets wait to be reduced, naming ``param`` if given."""
     for bucket in buckets:
         if is_open(bucket):
             spec = bucket.entries[0].spec if param is None else find_entry(param).spec
@@ -401,7 +401,7 @@ def check_stepped(bucket: Bucket, caller: str, param: nn.Parameter | None = None
 
 
 def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
-    """The text of the error for ``caller``, which needs gradients that wait to be reduced (D12)."""
+    """The text of the error for ``caller``, which needs gradients that wait to be reduced."""
     if bucket.mesh.slots is not None:
         return _explain_slots(bucket, caller, spec)
     return (

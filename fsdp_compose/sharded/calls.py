@@ -2,7 +2,8 @@
 
 Elementwise functions act on the slice when every sharded operand is cut in the same way; a plain
 operand that broadcasts to the original shape is cut first. Reductions of everything are global.
-Everything else raises D1. The tables are in ops.py and reduce.py; this file writes ``HANDLERS``.
+Everything else raises ShardedWeightError. The tables are in ops.py and reduce.py; this file writes
+``HANDLERS``.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_swap(func: Any, spec: ShardSpec) -> None:
-    """Refuse ``module.to(...)`` where torch would exchange parameters for others (trap 25)."""
+    """Refuse ``module.to(...)`` where torch would exchange parameters for others."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     if (swaps or overwrites) and is_converted_by_module():

@@ -28,7 +28,7 @@ PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def check_cut(func: Any, other: ShardSpec, spec: ShardSpec) -> None:
-    """Raise D1 unless another operand is cut as ``spec`` says."""
+    """Raise ShardedWeightError unless another operand is cut as ``spec`` says."""
     if other.key != spec.key:
         how = (
             f"the other, {other.fqn!r}, is cut differently: {other.held_unlike(spec)} (two modules "
@@ -39,7 +39,7 @@ def check_cut(func: Any, other: ShardSpec, spec: ShardSpec) -> None:
 
 
 def refuse_target(func: Any, target: Any, spec: ShardSpec) -> NoReturn:
-    """Raise D1 for a slice that would be written into ``target``, which is whole."""
+    """Raise ShardedWeightError for a slice to be written into ``target``, which is whole."""
     if isinstance(target, nn.Parameter) and "full_tensor" in dir(target):
         refuse(func, spec, "it would write a slice into a whole parameter", INTO_SCOPE)
     refuse(func, spec, "it would write a slice into a plain tensor", advise_on_target())
@@ -72,7 +72,7 @@ def cut_operand(func: Any, value: Any, spec: ShardSpec) -> Any:
 
 
 def check_differentiable(func: Any, value: Tensor, spec: ShardSpec) -> None:
-    """Raise D1 for a plain operand whose gradient each rank would have a part of."""
+    """Raise ShardedWeightError for a plain operand whose gradient each rank would have in part."""
     if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
         refuse(func, spec, _DIFFERENTIATED)
 

@@ -46,7 +46,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class ShardedWeightError(RuntimeError):
-    """A function that needs the whole tensor was given this rank's slice of one (D1).
+    """A function that needs the whole tensor was given this rank's slice of one.
 
     A few functions of torch read a tensor's memory without asking its class. Of a parameter they
     raise all the same, but for ``torch.utils.dlpack.to_dlpack(p)`` and ``plain.data = p``. Of what
@@ -267,7 +267,7 @@ def _cut(offset: int, numel: int, shard_numel: int, rank: int) -> tuple[int, int
 
 
 def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: str = "") -> NoReturn:
-    """Raise D1 for a function that cannot work on the slice of ``spec``; D9 if DTensor calls it.
+    """Raise ShardedWeightError for a function that cannot work on the slice of ``spec``.
 
     Args:
         why: what is wrong beyond that it needs the whole.

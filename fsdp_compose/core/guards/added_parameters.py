@@ -1,4 +1,4 @@
-"""A parameter that was added to a unit's modules after sharding raises; it is not left out (D5).
+"""A parameter that was added to a unit's modules after sharding raises; it is not left out.
 
 The first forward after any change looks through all modules of the unit. Every other forward only
 compares the contents of the modules' dictionaries with what the last full look recorded.
@@ -167,7 +167,7 @@ def remember(unit: Unit) -> None:
 
 
 def refuse_opacus(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Raise when a module of opacus is given sharded parameters (D9).
+    """Raise when a module of opacus is given sharded parameters.
 
     Raises:
         RuntimeError: naming a sharded parameter.
@@ -182,7 +182,7 @@ def refuse_opacus(parent: nn.Module, name: str, child: nn.Module | None) -> None
 
 
 def refuse_replication(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Raise when DistributedDataParallel is given sharded parameters (D9).
+    """Raise when DistributedDataParallel is given sharded parameters.
 
     It would start by overwriting every rank's slices with those of rank 0.
 

@@ -1,4 +1,4 @@
-"""Ranks compare what they communicate: where they run different units, every rank raises (D2).
+"""Ranks compare what they communicate: where they run different units, every rank raises.
 
 The groups of a unit share a log, and each gather and reduction of the unit is an event in it. In
 the first step, and in debug mode in every step, the ranks compare the event before each collective.

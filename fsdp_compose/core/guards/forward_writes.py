@@ -1,4 +1,4 @@
-"""Either a weight keeps what a forward writes into it, or that forward raises (D16).
+"""Either a weight keeps what a forward writes into it, or that forward raises.
 
 A forward reads gathered weights, and what it writes into them is lost when they are released. A
 write stays, as in a plain module, only where the gathered buffer is the shard itself (a world of
@@ -244,7 +244,7 @@ def _keep_assigned(unit: Unit, shown: Sequence[torch.Tensor]) -> list[Entry]:
 
 
 def _compare_replicas(unit: Unit, written: list[Entry]) -> None:
-    """Raise where ranks that hold the same parameter wrote other values into it (D16)."""
+    """Raise where ranks that hold the same parameter wrote other values into it."""
     for entry in written:
         bucket = owner_of(entry)
         log = log_of(unit.engine, bucket.mesh)

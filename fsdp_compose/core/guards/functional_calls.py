@@ -40,7 +40,7 @@ def find_given_tensors(unit: Unit) -> GivenTensors:
     """Find the tensors that replace the unit's parameters for the call that begins.
 
     Raises:
-        RuntimeError: a parameter was replaced for good (D5), or by something that cannot be read
+        RuntimeError: a parameter was replaced for good, or by something that cannot be read
             in its place.
     """
     found: GivenTensors = {}

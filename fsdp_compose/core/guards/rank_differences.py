@@ -70,7 +70,7 @@ def explain_unknown(name: str, unit: str, step: int, is_used: bool) -> str:
 
 
 def explain_frozen(step: int, reports: Sequence[tuple[int, Frozen]]) -> str | None:
-    """Say which parameters some ranks train and others do not (D17); None where they agree.
+    """Say which parameters some ranks train and others do not; None where they agree.
 
     Args:
         reports: (rank, what it does not train), by rank.

@@ -1,4 +1,4 @@
-"""Parameters that somebody replaced since their unit was sharded (D5)."""
+"""Parameters that somebody replaced since their unit was sharded."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
 
 
 def check_slots(unit: Unit) -> None:
-    """Raise when a parameter of the unit was replaced since it was sharded (D5)."""
+    """Raise when a parameter of the unit was replaced since it was sharded."""
     for values, name, index in replaced(unit):
         raise RuntimeError(replaced_message(unit, index, values.get(name)))
 
 
 def check_at_rest(unit: Unit) -> None:
-    """Raise when, between passes, a parameter was replaced since the unit was sharded (D5)."""
+    """Raise when, between passes, a parameter was replaced since the unit was sharded."""
     if unit.opened is None and unit.run.showing is None:
         check_slots(unit)
 
 
 def check_place(unit: Unit, values: dict[str, Any], name: str, index: int) -> None:
-    """Raise when, between passes, a module holds another tensor there than the parameter (D5)."""
+    """Raise when, between passes, a module holds another tensor there than the parameter."""
     value = values.get(name)
     if (
         leaf_of(value) is not unit.entries[index].param  # which a scope over another unit may show

@@ -1,4 +1,4 @@
-"""Raises where a model has trainable parameters in no unit beside sharded ones (D18).
+"""Raises where a model has trainable parameters in no unit beside sharded ones.
 
 Nothing reduces their gradients, so every rank would train them on its own data. A unit does not
 know the model around it. Its first forward finds that model on the stack, as the outermost module

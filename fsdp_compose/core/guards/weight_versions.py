@@ -77,7 +77,7 @@ def forget_outdated(unit: Unit) -> None:
 
 
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
-    """Raise unless backward computed with the versions that forward ``read`` (D8)."""
+    """Raise unless backward computed with the versions that forward ``read``."""
     for bucket, before in zip(unit.gathered, read, strict=False):
         now = versions_of(bucket) if bucket.in_place else bucket.fill.versions
         if before != now:
@@ -101,7 +101,7 @@ def check_versions(
 
 
 def check_gathered(unit: Unit) -> None:
-    """Raise unless backward computed with gathered weights (D8)."""
+    """Raise unless backward computed with gathered weights."""
     for bucket in unit.gathered:
         if bucket.phase is not GATHERED and not bucket.in_place:
             raise RuntimeError(_UNSEEN.format(name=unit.name))
