@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -129,6 +129,16 @@ class Stages:
         )
 
 
+class _Report(NamedTuple):
+    """What a rank tells the others, so that they know who holds which stage."""
+
+    peers: list[int]  # ranks that hold slices or copies of the same parameters
+    has_units: bool
+    copies: dict[tuple[int, ...], int]  # by ranks that should hold the same, a sum of it
+    of_fewer: list[str]  # clean names that fewer ranks hold
+    plain: dict[str, int | None]  # see ``_sum_plain``
+
+
 def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stages:
     """See which ranks hold which stage; every rank of ``group`` must call it.
 
@@ -147,18 +157,17 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     copies = _copies_beside(module) if saves else {}
     sums = {ranks: code_of(sorted(found.items())) for ranks, found in copies.items()}
     names, of_fewer = _names_of_fewer(module)
-    plain = _sum_plain(module, saves)
-    reports = gather_objects((peers, has_units, sums, of_fewer, plain), group)
-    members = _components([report[0] for report in reports], group.ranks)
+    mine = _Report(peers, has_units, sums, of_fewer, _sum_plain(module, saves))
+    reports: list[_Report] = gather_objects(mine, group)
+    members = _components([report.peers for report in reports], group.ranks)
     known: dict[tuple[int, ...], int] = {}
-    if any(known.setdefault(r, s) != s for report in reports for r, s in report[2].items()):
+    if any(known.setdefault(r, s) != s for report in reports for r, s in report.copies.items()):
         _warn_of_copies(what, gather_objects(copies, group), group)
-    first: dict[str, int] = {}
-    for rank, report in enumerate(reports):
-        for name in report[3]:
-            first.setdefault(name, rank)
+    held = [(name, rank) for rank, report in enumerate(reports) for name in report.of_fewer]
+    first = dict(reversed(held))
     for ranks in members:
-        first = {**_compare_plain(what, {rank: reports[rank][4] for rank in ranks}, group), **first}
+        plain = {rank: reports[rank].plain for rank in ranks}
+        first = {**_compare_plain(what, plain, group), **first}
     stages = Stages(
         group,
         (tuple(range(group.size)),),
@@ -167,16 +176,16 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
         leads=frozenset(name for name, rank in first.items() if rank == group.rank),
         of_fewer=frozenset(first),
     )
-    if len(members) == 1 or not any(report[1] for report in reports):
+    if len(members) == 1 or not any(report.has_units for report in reports):
         return stages
-    mine = next(i for i, ranks in enumerate(members) if group.rank in ranks)
-    stages = replace(stages, members=members, mine=mine)
+    own = next(i for i, ranks in enumerate(members) if group.rank in ranks)
+    stages = replace(stages, members=members, mine=own)
     values: dict[str, Any] = {}
     with SharedErrors(group):
         values = contents_of(module).values
     by_stage = stages.gather(list(values))
-    before = {name for names in by_stage[:mine] for name in names}
-    others = {name for i, names in enumerate(by_stage) if i != mine for name in names}
+    before = {name for listed in by_stage[:own] for name in listed}
+    others = {name for i, listed in enumerate(by_stage) if i != own for name in listed}
     stages = replace(
         stages,
         elsewhere=(stages.elsewhere | others) - set(values),
