@@ -8,6 +8,7 @@ known multiples of themselves. On an accelerator nothing is compared, as the hos
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Literal
 
@@ -60,6 +61,18 @@ def reduce_alike(
     if tensor.is_complex():
         result = torch.view_as_complex(result.view(-1, 2))
     return result.view(tensor.shape)
+
+
+def reduce_extreme(numbers: torch.Tensor, group: Group, op: str, what: str) -> torch.Tensor:
+    """The largest or smallest of floating-point ``numbers`` over the group; NaN where one is.
+
+    A collective's own maximum may lose a NaN, so whether there is one travels beside it.
+    """
+    sign = -1.0 if op == "min" else 1.0
+    known = torch.nan_to_num(sign * numbers, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    both = torch.cat([known, numbers.isnan().to(numbers.dtype)])
+    extreme, has_nan = reduce_alike(both, group, "max", what).chunk(2)
+    return torch.where(has_nan > 0, math.nan, sign * extreme)
 
 
 def _number(what: str, ranks: int) -> int:

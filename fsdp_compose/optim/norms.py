@@ -21,7 +21,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Ranks, group_over
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm.small_reduce import reduce_alike
+from fsdp_compose.comm.small_reduce import reduce_alike, reduce_extreme
 from fsdp_compose.core.guards.divisors import held_by_fewer
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.fixed_sum import NUMBERS, add_powers, exponent_of, root_of
@@ -283,14 +283,9 @@ def _combine_over_groups(
 def _combine_over_ranks(
     numbers: torch.Tensor, order: float, group: Group, what: str
 ) -> torch.Tensor:
-    if not math.isinf(order):
-        return reduce_alike(numbers, group, "sum", what)
-    # A collective's own maximum may lose a NaN, so whether there is one travels beside it.
-    sign = 1.0 if order > 0 else -1.0
-    extreme = torch.nan_to_num(sign * numbers, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    both = torch.cat([extreme, numbers.isnan().to(numbers.dtype)])
-    extreme, has_nan = reduce_alike(both, group, "max", what).chunk(2)
-    return torch.where(has_nan > 0, math.nan, sign * extreme)
+    if math.isinf(order):
+        return reduce_extreme(numbers, group, "max" if order > 0 else "min", what)
+    return reduce_alike(numbers, group, "sum", what)
 
 
 def first_nonfinite(params: Params, expert_mesh: Ranks | None, stages: Stages | None) -> str:

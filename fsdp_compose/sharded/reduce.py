@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_stack import clipping_under_way, tensors_of_total_norm
-from fsdp_compose.comm.small_reduce import compares, reduce_alike
+from fsdp_compose.comm.small_reduce import compares, reduce_alike, reduce_extreme
 from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.ranks import GatherRanks, average, count_ties, find_extreme
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec
@@ -119,17 +119,13 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def _extreme_over(vector: Tensor, op: str, group: Group, purpose: str) -> Tensor:
-    """Take the largest or smallest over the ranks; NaN where one is, which a maximum may lose."""
+    """Take the largest or smallest over the ranks; NaN where one is."""
     vector = vector.detach()
-    if not vector.is_floating_point() and op == "min":
+    if vector.is_floating_point():
+        return reduce_extreme(vector, group, op, purpose)
+    if op == "min":
         return ~reduce_alike(~vector, group, "max", purpose)
-    if not vector.is_floating_point():
-        return reduce_alike(vector, group, "max", purpose)
-    sign = -1.0 if op == "min" else 1.0
-    known = torch.nan_to_num(sign * vector, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    both = torch.cat([known, vector.isnan().to(vector.dtype)])
-    extreme, has_nan = reduce_alike(both, group, "max", purpose).chunk(2)
-    return torch.where(has_nan > 0, math.nan, sign * extreme)
+    return reduce_alike(vector, group, "max", purpose)
 
 
 def _wide(local: Tensor) -> Tensor:
