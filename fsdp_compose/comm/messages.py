@@ -139,7 +139,7 @@ def gather_objects(value: Any, group: Group, what: str = "") -> list[Any]:
     return [pickle.loads(data) for _, data in sent]
 
 
-def gather_in_turn(value: Any, groups: Iterable[Group], what: str = "") -> list[Any]:
+def gather_in_turn(value: Any, groups: Iterable[Group], what: str) -> list[Any]:
     """The ``value`` of every rank that ``groups`` span, gathered over one group after the other."""
     found = [value]
     for group in groups:  # rows before columns, in the same order on every rank

@@ -57,7 +57,7 @@ def compare_plans(
     plans: list[UnitPlan],
     mesh: MeshLike | None,
     problem: Exception | None,
-    modules: Sequence[object] = (),
+    modules: Sequence[object],
     what: str = "fully_shard",
 ) -> set[str]:
     """Raise on every rank what any rank found wrong, and check that all start alike.
@@ -158,7 +158,7 @@ def compare_values(
     sums: dict[str, tuple[int, Value]],
     unwritten: set[str],
     problem: Exception | None,
-    modules: Sequence[object] = (),
+    modules: Sequence[object],
 ) -> set[str]:
     """Raise on every rank what went wrong on any while values were materialised, or differs.
 
