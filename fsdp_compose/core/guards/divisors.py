@@ -16,13 +16,13 @@ def check_divisors(task: Task) -> None:
     Note which buckets lie on fewer ranks than others, whose norms torch cannot add up.
     """
     found: dict[int, Unit] = {}
-    with raw():
-        for unit in task.units:
-            if unit.switches.divide_factor is None:
-                for bucket in unit.buckets:
-                    if any(requires_grad(entry.param) for entry in bucket.entries):
-                        found.setdefault(bucket.mesh.size, unit)
     held = [(unit, bucket) for unit in task.units for bucket in unit.buckets]
+    with raw():
+        for unit, bucket in held:
+            if unit.switches.divide_factor is None and any(
+                requires_grad(entry.param) for entry in bucket.entries
+            ):
+                found.setdefault(bucket.mesh.size, unit)
     ranks = max([bucket.mesh.size for _, bucket in held], default=0)
     for unit, bucket in held:  # as for ``held_by_fewer``
         size = bucket.mesh.size
