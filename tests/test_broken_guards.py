@@ -238,11 +238,11 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         FAILURE, "test_an_interrupt_while_leaves_are_put_back", "ZERO1",
     ),
     "a call that does not run": (
-        put(interrupts, "is_running", lambda unit, module: True),
+        put(interrupts, "is_on_stack", lambda unit, module: True),
         FAILURE, "test_gradients_from_before_an_interrupt", "head",
     ),
     "a call that runs": (
-        put(interrupts, "is_running", lambda unit, module: False),
+        put(interrupts, "is_on_stack", lambda unit, module: False),
         "core/test_passes.py", "test_module_called_three_times_reduces_once", True, False,
     ),
     "steps after an interrupt": (

@@ -30,7 +30,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.unwritten import Mark, is_unwritten, mark_unwritten
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.construct.names import owners, walk_named
+from fsdp_compose.construct.names import find_holders, walk_named
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
@@ -319,7 +319,7 @@ class Seeded:
         for name, submodule in walk_named(module):
             self._names.setdefault(submodule, name)
         self._makers = {
-            key: (name, weakref.ref(maker)) for key, (name, maker) in owners(module).items()
+            key: (name, weakref.ref(maker)) for key, (name, maker) in find_holders(module).items()
         }
 
     def knows(self, key: int) -> bool:

@@ -152,7 +152,7 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
     return found
 
 
-def owners(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+def find_holders(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     """By id of each parameter and buffer: its clean name and the first module that has it."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for path, submodule in walk_named(module):

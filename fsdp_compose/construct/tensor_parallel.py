@@ -195,7 +195,8 @@ def find_parallel(param: nn.Parameter, name: str, unit: str) -> Parallel | None:
     where = f"fully_shard: parameter {name!r} of unit {unit!r} is a DTensor"
     if mesh.get_coordinate() is None:
         raise ValueError(f"{where} on {mesh}, which does not contain rank {dist.get_rank()}.")
-    device = part_of(param).device
+    part = part_of(param)
+    device = torch.device(mesh.device_type) if part.is_meta else part.device
     placed: list[tuple[Group, int | None]] = []
     placement: Any
     for number, placement in enumerate(placements):
@@ -206,7 +207,7 @@ def find_parallel(param: nn.Parameter, name: str, unit: str) -> Parallel | None:
                 "own fully_shard, and cannot be sharded again: use one of the two, "
                 "fully_shard(model, mesh=mesh['dp']) on a model that is tensor parallel only."
             )
-        group = group_of(mesh.get_group(number), _computes_on(mesh, device))
+        group = group_of(mesh.get_group(number), device)
         dim = placement.dim % param.ndim if placement.is_shard() else None
         placed.append((group, dim))
     axes = split_axes(param.shape, placed)
@@ -218,10 +219,6 @@ def find_parallel(param: nn.Parameter, name: str, unit: str) -> Parallel | None:
             "torch.distributed.tensor.distribute_tensor cuts it."
         )
     return found
-
-
-def _computes_on(mesh: DeviceMesh, device: torch.device) -> torch.device:
-    return device if device.type != "meta" else torch.device(mesh.device_type)
 
 
 class Split(Protocol):

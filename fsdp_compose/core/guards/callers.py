@@ -105,7 +105,7 @@ def count_calls(heads: Collection[int]) -> int:
     return calls
 
 
-def is_running(unit: Unit, module: nn.Module) -> bool:
+def is_on_stack(unit: Unit, module: nn.Module) -> bool:
     """Whether a call of the unit besides the present one, of ``module``, is on this stack."""
     return count_calls(unit.links.heads | {id(module)}) > 1  # it may be a shallow copy
 

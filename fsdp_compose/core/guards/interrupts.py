@@ -17,7 +17,7 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, raw
 from fsdp_compose.base.torch_stack import is_in_call
 from fsdp_compose.core.gathering import install_leaves
-from fsdp_compose.core.guards.callers import is_running
+from fsdp_compose.core.guards.callers import is_on_stack
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.partly_run import close_forward
 from fsdp_compose.core.guards.saved_tensors import unshield
@@ -61,7 +61,7 @@ def _find_returned(unit: Unit) -> list[tuple[dict[str, Any], str, Any]]:
 def clear_failed(unit: Unit, module: nn.Module) -> None:
     """Clear up after a forward or a backward that was interrupted."""
     engine, active = unit.engine, unit.engine.schedule.active
-    is_left = active and active[0] is unit and not is_running(unit, module)
+    is_left = active and active[0] is unit and not is_on_stack(unit, module)
     if not active and unit.run.task is None and unit.opened is None:
         is_left = unit.run.showing is not None  # interrupted while it put its leaves back
     uncleared = find_uncleared(engine) if is_left else None
