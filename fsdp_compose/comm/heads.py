@@ -268,7 +268,8 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
 
     Args:
         purpose: what every rank does, in the infinitive.
-        kind: of what may meet here, as what is about to be done tells them apart; "" for the same.
+        kind: ranks meet where this is the same, though their purposes differ, as the call that
+            follows compares them; "": where the purpose is the same.
 
     Raises:
         RuntimeError: on every rank, where one does something else; says what each does.

@@ -312,6 +312,12 @@ def finish(
     comparison: EditComparison | None,
     problem: str | None,
 ) -> None:
+    """End a scope: raise for edits that would be lost, on every rank, else write them back.
+
+    Args:
+        changes: what the body put in the places of full tensors.
+        problem: what is wrong already.
+    """
     for unit, scope in scopes.items():
         if scope.is_here:
             problem = problem or find_problem(unit, scope, changes, options)
