@@ -75,17 +75,16 @@ def plan_shards(
     plans = [] if units is None else _plan_units(modules[0], options, units, ignored)
     names = "+".join(type(module).__name__ for module in modules)
     plans.append(UnitPlan(names, list(modules), options, ignored=ignored))
-    planned: list[UnitPlan] = []
     for plan in plans[:-1]:
         _require_forward(plan.modules[0], f"unit {plan.name!r}, a ")
     taken: set[int] = set()
     promised: set[int] = set()
     work: dict[tuple[int, ...], list[int]] = {}
     beside = tensor_parallel_groups(modules)
-    for plan in _split_full_precision(plans):
+    planned = _split_full_precision(plans)
+    for plan in planned:
         _find_parameters(plan, taken)
         plan_buckets(plan, promised, work, beside)
-        planned.append(plan)
     _check_patterns(planned)
     check_overlaps("fully_shard", modules, planned)
     check_alike(modules, planned)

@@ -290,11 +290,12 @@ def _exchange_parts(matrices: Sequence[Matrix]) -> None:
     """Give the optimizer the whole of what tensor parallelism split, from its parts."""
     mine = [p for p in matrices if p.is_mine and p.parallel is not None]
     for depth in range(max((len(_list_splits(p)) for p in mine), default=0)):
-        deep = [p for p in mine if len(_list_splits(p)) > depth]
-        for group in {
-            _axis_at(p, depth).group.ranks: _axis_at(p, depth).group for p in deep
-        }.values():
-            _join_parts([p for p in deep if _axis_at(p, depth).group == group], depth, group)
+        alike: dict[Group, list[Matrix]] = {}
+        for matrix in mine:
+            if len(_list_splits(matrix)) > depth:
+                alike.setdefault(_axis_at(matrix, depth).group, []).append(matrix)
+        for group, members in alike.items():
+            _join_parts(members, depth, group)
     for matrix in mine:
         assert matrix.parallel is not None and matrix.part is not None
         stride = matrix.parallel.stride
