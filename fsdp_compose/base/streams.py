@@ -146,8 +146,10 @@ def is_capturing() -> bool:
 
 
 def turn_to(device: torch.device) -> None:
-    """Make ``device`` this thread's current one. In a new thread that is the first of the host, of
-    which a process takes half a gigabyte when it asks there for an event of another device.
+    """Make ``device`` this thread's current one.
+
+    A new thread begins with the host's first device, and to make an event of another one there
+    takes half a gigabyte of that first device.
     """
     torch.accelerator.set_device_index(device)
 

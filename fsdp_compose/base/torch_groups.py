@@ -43,10 +43,10 @@ def set_world(world: Any) -> None:
 
 
 def get_dispatch() -> dict[str, Any] | None:
-    """What scopes of DTensor change in the process: its handlers of operators (``loss_parallel``)
-    and, before torch keeps it by thread, whether plain operands count as replicated.
+    """What scopes of DTensor change in the process; None before DTensor was imported.
 
-    None before DTensor was imported.
+    Its handlers of operators (``loss_parallel``) and, in torch versions that do not keep it by
+    thread, whether plain operands count as replicated.
     """
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is None:

@@ -201,8 +201,11 @@ class Plan:
 
     @property
     def owner_work(self) -> tuple[int, ...]:
-        """By rank, the work of an optimizer on the tensors that are never cut (granularity
-        ``"tensor"``), in the unit of ``layout.matrix_work``; empty where there are none."""
+        """By rank, the work of an optimizer on the tensors that are never cut.
+
+        Those are of granularity ``"tensor"``; work is counted as by ``layout.matrix_work``. Empty
+        where there are none.
+        """
         return work_of(self.buckets)
 
     @property

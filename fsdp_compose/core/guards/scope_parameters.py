@@ -69,9 +69,7 @@ class Layer:
 
 
 def give_gradient(entry: Entry, grad: torch.Tensor | None) -> None:
-    """Set the shard's gradient to one that lies where the unit computes; that of offloaded
-    shards lies on the host.
-    """
+    """Set the shard's gradient to ``grad``, which is moved to the host if the shard lies there."""
     if isinstance(grad, torch.Tensor) and entry.param.device.type == "cpu":
         grad = grad.to(entry.param.device)
     entry.param.grad = grad
@@ -366,8 +364,8 @@ def hide(entry: Entry, scope: object) -> torch.Tensor | None:
         outer = entry.layers[-1]
         _exchange(held, outer.rebuild(entry, entry.param.requires_grad))
         outer.is_retrained = False
-    entry_param: torch.Tensor = full
-    return entry_param
+    hidden: torch.Tensor = full
+    return hidden
 
 
 def hide_all(entry: Entry) -> None:
