@@ -66,14 +66,14 @@ def describe(unit: Unit) -> dict[str, Any]:
                 "shapes": [list(entry.spec.shape) for entry in bucket.entries],
                 "strides": [list(entry.spec.stride) for entry in bucket.entries],
                 "offsets": list(bucket.layout.offsets),
-                **_parts(bucket),
+                **_list_parts(bucket),
             }
             for bucket in unit.buckets
         ],
     }
 
 
-def _parts(bucket: Bucket) -> dict[str, Any]:
+def _list_parts(bucket: Bucket) -> dict[str, Any]:
     """Say where this rank's parts lie in parameters that tensor parallelism split."""
     found = {
         entry.names[0]: [list(parallel.shape), list(parallel.offsets)]
@@ -146,7 +146,7 @@ def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
             f"this model is cut over {mine['world_size']} ranks. {_ADVICE}"
         )
     if theirs != mine:
-        raise RuntimeError(f"local state of unit {name!r}: {_first(mine, theirs)}. {_ADVICE}")
+        raise RuntimeError(f"local state of unit {name!r}: {_compare(mine, theirs)}. {_ADVICE}")
     for index, bucket in enumerate(unit.buckets):
         value = incoming.get(f"{prefix}{SHARD}{index}")
         if not is_sharded(value):
@@ -168,7 +168,7 @@ def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
             )
 
 
-def _first(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+def _compare(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     pairs = zip(mine["buckets"], theirs.get("buckets", []), strict=False)
     for index, (want, found) in enumerate(pairs):
         for key in want:

@@ -126,7 +126,7 @@ def state_dict(
     contents = contents_of(module)
     result: OrderedDict[str, Any] = OrderedDict(contents.values)
     if kind == "full":
-        result = _full(module, contents, wanted)
+        result = _gather_full(module, contents, wanted)
     elif kind == "sharded":
         for name, value in contents.values.items():
             if isinstance(value, Tensor):
@@ -145,7 +145,9 @@ def state_dict(
     return result
 
 
-def _full(module: nn.Module, contents: Contents, wanted: StateDictType) -> OrderedDict[str, Any]:
+def _gather_full(
+    module: nn.Module, contents: Contents, wanted: StateDictType
+) -> OrderedDict[str, Any]:
     keep = not wanted.rank0_only or is_first(module)
     copies: dict[int, Tensor] = {}
 

@@ -193,7 +193,7 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     )
     if saves:
         shared = [name for name in values if name in others]
-        _check_alike(what, stages, _sums({name: values[name] for name in shared}))
+        _check_alike(what, stages, _identify_all({name: values[name] for name in shared}))
     return stages
 
 
@@ -308,7 +308,7 @@ def _components(peers: Iterable[list[int]], ranks: tuple[int, ...]) -> tuple[tup
     )
 
 
-def _sums(values: Mapping[str, Any]) -> dict[str, Any]:
+def _identify_all(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sum values by name, to tell them apart; a collective of the stage's ranks."""
     found: dict[str, Any] = {}
     leaves: dict[int, list[str]] = {}
@@ -316,18 +316,18 @@ def _sums(values: Mapping[str, Any]) -> dict[str, Any]:
         if is_sharded(value):
             leaves.setdefault(id(value), []).append(name)
         elif isinstance(value, Tensor):
-            found[name] = _sum(gather_whole(value))
+            found[name] = _identify(gather_whole(value))
         else:
             found[name] = repr(value)
 
     def visit(leaf: nn.Parameter, full: Tensor) -> None:
-        found.update((name, _sum(full)) for name in leaves[id(leaf)])
+        found.update((name, _identify(full)) for name in leaves[id(leaf)])
 
     visit_full([value for value in values.values() if is_sharded(value)], visit)
     return found
 
 
-def _sum(tensor: Tensor) -> Any:
+def _identify(tensor: Tensor) -> Any:
     return tuple(whole_shape(tensor)), str(tensor.dtype), checksum(tensor.detach().contiguous())
 
 
@@ -412,7 +412,9 @@ def join_states(
     states: Mapping[str, Any] = optim.get("state", {})
     count = Counter(name for names in stages.gather(list(states)) for name in names)
     sums = {
-        f"{key} of {name}": _sum(gather_whole(value)) if isinstance(value, Tensor) else repr(value)
+        f"{key} of {name}": _identify(gather_whole(value))
+        if isinstance(value, Tensor)
+        else repr(value)
         for name, values in states.items()
         if count[name] > 1 and not isinstance(values, OwnedState)
         for key, value in values.items()

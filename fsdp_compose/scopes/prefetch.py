@@ -27,7 +27,7 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
         >>> model = fully_shard(model, units=wrap.by_class({nn.Linear}))
         >>> set_forward_prefetch(model[0], [model[1], model[2]])
     """
-    listed = _listed(modules, "set_forward_prefetch")
+    listed = _list_units(modules, "set_forward_prefetch")
     _unit_of(module, "set_forward_prefetch").expected.forward_list = listed
 
 
@@ -44,7 +44,7 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
         >>> model = fully_shard(model, units=wrap.by_class({nn.Linear}))
         >>> set_backward_prefetch(model[2], [model[1], model[0]])
     """
-    listed = _listed(modules, "set_backward_prefetch")
+    listed = _list_units(modules, "set_backward_prefetch")
     _unit_of(module, "set_backward_prefetch").expected.backward_list = listed
 
 
@@ -53,7 +53,7 @@ def _unit_of(module: nn.Module, caller: str) -> Unit:
     return unit
 
 
-def _listed(modules: Iterable[nn.Module] | None, caller: str) -> list[weakref.ref[Unit]] | None:
+def _list_units(modules: Iterable[nn.Module] | None, caller: str) -> list[weakref.ref[Unit]] | None:
     if modules is None:
         return None
     check_kind(caller, "modules", modules, Iterable, "a list of modules, or None")

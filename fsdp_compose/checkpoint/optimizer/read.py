@@ -99,7 +99,7 @@ def optim_state_dict(
     refuse_left_out("optim_state_dict", module, rank0_only)
     if kind == "full":
         found = _collect_on_all(module, optim)
-        return _restore_containers(_full(module, found, wanted))
+        return _restore_containers(_gather_full(module, found, wanted))
     found = read_optim(module, optim)
     result = found.result
     if kind == "local":
@@ -325,18 +325,18 @@ def layout_of(parts: Mapping[str, Part]) -> dict[str, Any]:
             part.spec.offset,
             part.spec.shard_numel,
             part.owner,
-            *_place(part.spec),
+            *_find_place(part.spec),
         )
         for name, part in parts.items()
         if part.spec is not None
     }
 
 
-def _place(spec: ShardSpec) -> tuple[object, ...]:
+def _find_place(spec: ShardSpec) -> tuple[object, ...]:
     return () if spec.parallel is None else spec.parallel.key
 
 
-def _full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, Any]:
+def _gather_full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, Any]:
     """Gather one kind of state of one bucket at a time, in the order of the model."""
     keep = not wanted.rank0_only or is_first(module)
     sharded, parts = found.result["state"], found.parts

@@ -55,14 +55,14 @@ def tag_owned_state(part: Part, values: Mapping[str, Any]) -> OwnedState:
     for key, value in values.items():
         if isinstance(value, Tensor):
             stride = storage_order(value)
-            spec = _spec(part.spec, key, tuple(value.shape), stride, part.owner)
+            spec = _make_spec(part.spec, key, tuple(value.shape), stride, part.owner)
             found[key] = tag(flatten(value.detach(), stride), spec)
         else:
             found[key] = value
     return found
 
 
-def _blocks(part: Part) -> tuple[int, int]:
+def _count_blocks(part: Part) -> tuple[int, int]:
     """(blocks in the parameter that are never cut, elements of each)."""
     assert part.entry is not None
     extent = owner_of(part.entry).layout.extents[part.entry.index]
@@ -90,7 +90,7 @@ def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
     """Say where state with a row of shape ``row`` for each block lies; None without elements."""
     if part.entry is None or part.spec is None or not part.spec.numel:
         return None
-    blocks, block = _blocks(part)
+    blocks, block = _count_blocks(part)
     layout, index = owner_of(part.entry).layout, part.entry.index
     owners = layout.owners(index)
     # Cut in two, the first rank may have any number of blocks; beyond that a shard is a multiple.
@@ -130,11 +130,11 @@ def tag_rows(part: Part, key: str, value: Tensor) -> Any:
 
 def describe_blocks(part: Part) -> str:
     """Say in a message how many blocks a parameter has, and how large they are."""
-    blocks, block = _blocks(part)
+    blocks, block = _count_blocks(part)
     return f"{blocks} of {block} in all"
 
 
-def _spec(
+def _make_spec(
     of: ShardSpec, key: str, shape: tuple[int, ...], stride: tuple[int, ...], owner: int
 ) -> ShardSpec:
     numel = math.prod(shape)
@@ -147,11 +147,11 @@ def _spec(
         shard_numel=numel,
         group=of.group,
         residence=Residence(),
-        parallel=_copies(of, shape, stride),
+        parallel=_note_copies(of, shape, stride),
     )
 
 
-def _copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> Parallel | None:
+def _note_copies(of: ShardSpec, shape: tuple[int, ...], stride: tuple[int, ...]) -> Parallel | None:
     """Say that the owners of all parts of a parameter have the same state; one of them saves it."""
     if of.parallel is None or not of.parallel.axes:
         return None
@@ -175,17 +175,19 @@ def add_state_of_others(
         mine = {
             name: {key: _outline(value) for key, value in values.items()}
             for name, values in state.items()
-            if isinstance(values, OwnedState) and _group(parts, name) == group.ranks
+            if isinstance(values, OwnedState) and _find_ranks(parts, name) == group.ranks
         }
         for theirs in gather_objects(mine, group, caller):
             for name, values in theirs.items():
                 if name not in found and name in parts:
-                    found[name] = {key: _absent(parts[name], key, v) for key, v in values.items()}
+                    found[name] = {
+                        key: _make_absent(parts[name], key, v) for key, v in values.items()
+                    }
     first = [name for name in parts if name in found]
     return {name: found[name] for name in [*first, *(n for n in found if n not in parts)]}
 
 
-def _group(parts: Mapping[str, Part], name: str) -> tuple[int, ...]:
+def _find_ranks(parts: Mapping[str, Part], name: str) -> tuple[int, ...]:
     part = parts.get(name)
     return () if part is None or part.spec is None else part.spec.group.ranks
 
@@ -197,10 +199,10 @@ def _outline(value: Any) -> Any:
     return _Outline(tuple(spec.shape), spec.stride, value.dtype, spec.group.rank)
 
 
-def _absent(part: Part, key: str, outline: Any) -> Any:
+def _make_absent(part: Part, key: str, outline: Any) -> Any:
     if not isinstance(outline, _Outline) or part.spec is None or part.entry is None:
         return outline
-    spec = _spec(part.spec, key, outline.shape, outline.stride, outline.owner)
+    spec = _make_spec(part.spec, key, outline.shape, outline.stride, outline.owner)
     return tag(torch.empty(0, dtype=outline.dtype, device=part.entry.param.device), spec)
 
 
