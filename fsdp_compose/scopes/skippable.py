@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
 from fsdp_compose.core.guards.compared_units import forget_orders
+from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.scope_parameters import holder_of
@@ -51,6 +53,10 @@ _logger = logging.getLogger("fsdp_compose")
 
 class _WrongArgument(TypeError):
     """A call that would fail in every step, which the scope does not take for a bad batch."""
+
+
+class _Misplaced(RuntimeError):
+    """The same of a scope inside another."""
 
 
 @dataclass(eq=False)
@@ -158,6 +164,7 @@ def skippable_step(
     Raises:
         ValueError: ``module`` contains no unit.
         TypeError: an argument is of the wrong type, such as a list for ``errors``.
+        RuntimeError: it is inside another such scope, or inside a forward or backward.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -173,6 +180,7 @@ def skippable_step(
     units = require_units(module, "skippable_step")
     links, step = _Links.of(units), SkippableStep()
     clear_failed_steps(units)
+    _refuse_inside(links.engines)
     settle_plain_gradients(units)
     before = _State.of(module, units)
     disagreed = links.disagreements()
@@ -184,7 +192,7 @@ def skippable_step(
     except StepDiscarded as told:
         step._hear(told)
         told.__traceback__ = None
-    except _WrongArgument:
+    except (_WrongArgument, _Misplaced):
         raise
     except errors as error:
         if not links.can_tell or links.disagreements() != disagreed:
@@ -201,6 +209,26 @@ def skippable_step(
         before.restore()
         rank, reason = min(step.reasons.items())
         _logger.warning("a step is skipped on every rank: rank %d: %s", rank, reason)
+
+
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Engines over whose units a scope is open."""
+
+
+def _refuse_inside(engines: list[Engine]) -> None:
+    """Raise inside another scope: a rank that hears "discard" could not tell which one is meant."""
+    for engine in engines:
+        if engine in _open:
+            raise _Misplaced(
+                "skippable_step: this is inside another skippable_step, and ranks could not tell "
+                "which of the two another rank discards; use one scope for all microbatches and "
+                "models of a step: fsdp_compose.skippable_step(nn.ModuleList([model, other]))."
+            )
+        for unit in filter(is_running, engine.units):
+            raise _Misplaced(
+                f"skippable_step: unit {unit.name!r} is inside its forward or backward, which a "
+                "discarded step would end; enter the scope before the forward."
+            )
 
 
 def _check_errors(errors: Any) -> None:
@@ -243,9 +271,11 @@ class _Links:
         for log in self.logs:
             log.skippable = "open"
             log.unmet.clear()
+        _open.update(self.engines)
         try:
             yield
         finally:
+            _open.difference_update(self.engines)
             for log in self.logs:
                 log.skippable = None
 

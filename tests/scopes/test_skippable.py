@@ -481,6 +481,29 @@ def test_nothing_of_what_failed_is_kept() -> None:
         gc.enable()
 
 
+def test_it_is_refused_in_another_and_in_a_forward() -> None:
+    """Ranks could not tell which of two scopes another discards; a forward could not go on."""
+    with single_process():
+        twin = Twin(0, 1, Tower)
+
+        def enter(*_: Any) -> None:
+            with pytest.raises(RuntimeError, match="inside its forward or backward"):
+                with skippable_step(twin.model):
+                    raise ValueError("a bad batch")
+
+        handle = twin.model.blocks[1].up.register_forward_pre_hook(enter)
+        twin.train(steps=1)
+        handle.remove()
+        other = by_block(seeded(Tower))
+        with pytest.raises(RuntimeError, match="inside another skippable_step"):
+            with skippable_step(twin.model), skippable_step(other) as inner:
+                inner.discard("a bad batch")
+        with skippable_step(nn.ModuleList([twin.model, other])) as step:
+            step.discard("a bad batch")
+        assert step.skipped
+        twin.train()
+
+
 def test_a_recurrent_model_that_is_gone_is_passed_over() -> None:
     """Its unit is there until the collector has run, and its modules are not."""
     with single_process():
