@@ -132,7 +132,7 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
     if settle_gradients(list_mirrors(firsts)):
         found, left = join_buckets(sharded) if joins else ([], sharded)
         firsts = [*[gradient.param for gradient in found], *left]
-    _check_reduced(firsts, caller)
+    refuse_waiting(firsts, caller)
     return found + _take_one_by_one(params, left, others)
 
 
@@ -243,7 +243,7 @@ _get_spec = attrgetter("spec")
 _get_residence = attrgetter("_shard_spec.residence")
 
 
-def _check_reduced(params: Sequence[Any], caller: str) -> None:
+def refuse_waiting(params: Sequence[Any], caller: str) -> None:
     """Raise where gradients of a bucket wait to be reduced, naming its first parameter."""
     keys = list(map(id, map(_get_residence, params)))
     firsts = dict(zip(reversed(keys), reversed(params), strict=True))

@@ -16,7 +16,12 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.gradients import describe, groups_of_several, list_mirrors
+from fsdp_compose.optim.gradients import (
+    describe,
+    groups_of_several,
+    list_mirrors,
+    refuse_waiting,
+)
 from fsdp_compose.optim.mirror import leaves_of, settle_gradients
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
 
@@ -39,6 +44,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: ``pipeline_mesh`` is neither a DeviceMesh nor a process group.
+        RuntimeError: ``unscale_`` or ``step`` while gradients wait to be reduced.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -62,7 +68,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        settle_gradients(list_mirrors(_list_sharded(optimizer)))  # else its step does so afterwards
+        sharded = _list_sharded(optimizer)
+        refuse_waiting(sharded, "GradScaler")
+        settle_gradients(list_mirrors(sharded))  # else its step does so afterwards
         if _is_needed_on_host(found_inf, optimizer):  # torch's copies there do not wait to arrive
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         with raw():  # on plain slices: the ranks agree on overflow once, below

@@ -224,12 +224,29 @@ def test_reading_one_raises(read: Callable[[Tensor, Tensor], Any]) -> None:
         read(grad, other)
 
 
-def test_clipping_by_torch_raises() -> None:
+def clip(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def unscale(kind: Any, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    scaler = kind("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optim)
+
+
+@pytest.mark.parametrize(
+    "change", [clip, partial(unscale, torch.amp.GradScaler), partial(unscale, fc.GradScaler)]
+)
+def test_what_scales_them_raises(change: Clear) -> None:
+    """It would scale nothing, and what arrives later would be stepped as it is."""
     model, _ = waiting()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=NOT_YET):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        change(model, optim)
     fc.reduce_grads(model)
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+    before = fc.grad_norm(model)
+    change(model, optim)
+    assert fc.grad_norm(model) < 0.1 * before
 
 
 def test_local_parameters_are_not_stepped_without_it() -> None:
