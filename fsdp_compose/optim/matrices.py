@@ -34,6 +34,7 @@ from fsdp_compose.comm.collectives import gather_objects
 from fsdp_compose.comm.uneven import move_pieces
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.moved_parameters import shard_of
+from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import balance
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, to_local
@@ -149,7 +150,8 @@ def make_matrix(param: nn.Parameter) -> Matrix:
     Raises:
         ValueError: the parameter is not sharded.
     """
-    if not is_sharded(param):
+    leaf = leaf_of(param)
+    if not is_sharded(leaf):
         raise ValueError(
             f"owner_step: a parameter of shape {tuple(param.shape)} is not sharded, so there "
             "is no owner to choose; call fully_shard first, or give it to another optimizer. "
@@ -157,7 +159,7 @@ def make_matrix(param: nn.Parameter) -> Matrix:
         )
     entry = find_entry(param)
     bucket = owner_of(entry)
-    plain = _make_plain(to_local(param), bucket.dtypes.grad)
+    plain = _make_plain(to_local(leaf), bucket.dtypes.grad)
     parallel = entry.spec.parallel
     if parallel is not None and not parallel.splits:
         parallel = None
@@ -236,12 +238,15 @@ def collect_matrices(matrices: Sequence[Matrix]) -> None:
 
 
 def return_matrices(matrices: Sequence[Matrix]) -> None:
-    """Give every rank its slices of what the owners' step made."""
+    """Give every rank its slices of what the owners' step made.
+
+    Inside a scope parameters show full tensors since that step; their entries have the slices.
+    """
     for cut in _list_cut(matrices):
         _send_back(cut)
     for matrix in matrices:
         if matrix.is_mine and matrix.parallel is not None and not matrix.is_cut:
-            to_local(matrix.param).detach().copy_(matrix.list_stepped())
+            to_local(matrix.entry.param).detach().copy_(matrix.list_stepped())
 
 
 def release_matrices(matrices: Sequence[Matrix]) -> None:
@@ -311,7 +316,7 @@ def _send_back(matrices: Sequence[Matrix]) -> None:
     group = matrices[0].group
     parcels = _Parcels(group, owner_of(matrices[0].entry).mesh.device)
     for matrix in matrices:
-        parcels.receive(matrix.owner, to_local(matrix.param).detach())
+        parcels.receive(matrix.owner, to_local(matrix.entry.param).detach())
         if matrix.is_mine:
             flat = matrix.list_stepped()
             for rank in range(group.size):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import fsdp_compose as fc
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 from harness import run_ranks, simulate_ranks
-from models import Tower, by_block, data, seeded, sgd, square, whole
+from models import MakeOptimizer, Tower, by_block, data, seeded, sgd, square, whole
 
 
 def opened(model: nn.Module, how: str) -> AbstractContextManager[Any]:
@@ -50,9 +51,16 @@ def read_copies(model: nn.Module, ema: AveragedModel) -> None:
                 mean.lerp_(value, 0.25)
 
 
-def train(model: nn.Module, how: str, use: Callable[..., None], batches: Any) -> list[Tensor]:
+def owned(params: Any) -> torch.optim.Optimizer:
+    return fc.owner_step(params, sgd)
+
+
+def train(
+    model: nn.Module, how: str, use: Callable[..., None], batches: Any, make: MakeOptimizer = sgd
+) -> list[Tensor]:
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    optimizer = sgd(model.parameters())
+    with opened(model, how):
+        optimizer = make(model.parameters())
     for step in range(3):
         with opened(model, how):
             losses = [square(model, batch) for batch in batches(step)]
@@ -73,9 +81,10 @@ def test_reads_after_a_step_see_it(use: Callable[..., None]) -> None:
     plain = train(seeded(Tower), "plain", use, lambda step: [data(step, rank) for rank in range(2)])
 
     def check(rank: int) -> None:
-        for how in ("outside", "gathered", "unshard"):
+        makes = [sgd, owned] if use is average else [sgd]
+        for how, make in product(("outside", "gathered", "unshard"), makes):
             model = by_block(seeded(Tower))
-            found = train(model, how, use, lambda step: [data(step, rank)])
+            found = train(model, how, use, lambda step: [data(step, rank)], make)
             for mine, wanted in zip(found, plain, strict=True):
                 assert_close(mine, wanted, msg=lambda text, how=how: f"{how}: {text}")
 
