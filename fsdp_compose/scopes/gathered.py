@@ -38,6 +38,7 @@ from fsdp_compose.scopes.open_scope import (
     Scope,
     ScopeOptions,
     close_scopes,
+    has_grad,
     open_units,
     remember_versions,
     version_of,
@@ -378,10 +379,9 @@ def find_problem(
             found = tuple(value.shape) if plain else f"a {type(value).__name__}"
             return (
                 f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
-                f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, "
-                "put one made of p.full_tensor() there outside the scope, on every rank, and call "
-                "fsdp_compose.refresh(model), or "
-                "change them between undo(model) and fully_shard (resize_token_embeddings)."
+                f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, put one "
+                "made of p.full_tensor() there outside the scope, on every rank, and call refresh("
+                "model), or change them between undo and fully_shard (resize_token_embeddings)."
             )
         if options.writeback:
             if written[index]:
@@ -389,6 +389,11 @@ def find_problem(
                     f"gathered: the shard of {name} was written inside a scope with writeback, as "
                     "an optimizer's step does, and the scope would overwrite it; step the "
                     "optimizer outside the scope."
+                )
+            if scope.leaf_grads and not has_grad(entry, *scope.leaf_grads[index]):
+                return (
+                    f"gathered: the sharded gradient of {name} was changed inside a scope with "
+                    "with_grads and writeback, which would overwrite it; leave the scope first."
                 )
         elif entry in changes and value is None:
             return (

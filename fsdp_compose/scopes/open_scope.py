@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.attributes import requires_grad
-from fsdp_compose.base.torch_private import raw, untraced
+from fsdp_compose.base.attributes import get_grad, requires_grad
+from fsdp_compose.base.torch_private import raw, read_version, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install, install_leaves
@@ -55,6 +55,7 @@ class Scope(Opened):
     before: list[Any] = field(default_factory=list)  # what the modules held, by entry
     versions: list[tuple[int, int]] = field(default_factory=list)
     grads: list[tuple[torch.Tensor, int] | None] = field(default_factory=list)
+    leaf_grads: list[tuple[Any, int]] = field(default_factory=list)  # that will be overwritten
     sums: list[torch.Tensor] = field(
         default_factory=list
     )  # where the graph of a forward waits for its backward
@@ -113,6 +114,8 @@ def _open_shown(
         remember_versions(unit, scope)
         if options.with_grads and scope.is_here:
             scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]
+        if options.with_grads and options.writeback:
+            scope.leaf_grads = list(map(read_grad, unit.entries))
         if sums:
             scope.sums = [sum_bytes(tensor) for tensor in tensors]
         install(unit, tensors)
@@ -150,6 +153,19 @@ def remember_versions(unit: Unit, scope: Scope) -> None:
 def version_of(tensor: torch.Tensor) -> tuple[int, int]:
     """A value that changes when autograd sees a write, and when ``.data`` is assigned."""
     return tensor._version, part_of(tensor).data_ptr()
+
+
+def read_grad(entry: Entry) -> tuple[Any, int]:
+    """The gradient of the shard, and how often it was written."""
+    with raw():
+        grad = get_grad(entry.param)
+        return grad, -1 if grad is None else read_version(grad)
+
+
+def has_grad(entry: Entry, grad: Any, version: int) -> bool:
+    """Whether the shard still has this gradient, as it was."""
+    now, count = read_grad(entry)
+    return now is grad and count == version
 
 
 def has_full_tensors(unit: Unit, options: ScopeOptions) -> bool:

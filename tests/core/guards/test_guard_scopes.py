@@ -274,6 +274,13 @@ def test_gradients_of_the_innermost_scope() -> None:
             del p.grad
             assert p.grad is None
         assert p.grad is None
+        both = {"with_grads": True, "writeback": True}
+        for inner in ({}, both):
+            with pytest.raises(RuntimeError, match="which would overwrite it"):
+                with gathered(model, **both), gathered(model, **inner):
+                    p.sum().backward()
+            assert torch.equal(whole(p.grad), torch.ones_like(sharded))
+            p.grad = None
 
     simulate_ranks(ranks)
 
