@@ -40,6 +40,7 @@ Files, each importing only from those above it:
     guards/plain_gradients      gradients that an optimizer over plain parameters cleared
     guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
     passes                      begins and ends a forward or backward pass
+    guards/passed_units         units for whose parameters a backward does not ask
     guards/frozen_units         where the backward of a unit that trains nothing ends
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/standing_views       parameters of forwards under no_grad that turn gradients on inside

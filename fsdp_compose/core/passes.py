@@ -166,8 +166,10 @@ def open_backward(unit: Unit, task: Task) -> None:
     schedule.enter_backward(unit)
     if torch.is_grad_enabled():
         retain(unit, *_list_readers(unit))
-    if run.live is not None and not run.calls:
-        install(unit, run.live.tensors)
+    if (live := run.live) is not None and not run.calls:
+        if live.trained and not node_will_run(live.tensors[live.trained[0]].grad_fn):
+            task.unasked.append(unit)
+        install(unit, live.tensors)
         if unit.checks.watch is not None and any(unit.checks.watch.backward_hooks):
             guard_hooks(unit)
     schedule.look_back(unit)

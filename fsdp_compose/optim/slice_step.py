@@ -195,8 +195,7 @@ def _list_state(optimizer: Optimizer) -> list[Tensor] | None:
         spec = param._shard_spec if type(param) in _SHARDED else None
         for value in values.values():
             if type(value) is ShardedTensor:
-                own = value._shard_spec
-                if own is not spec and (spec is None or own.key != spec.key):
+                if value._shard_spec is not spec and not _is_cut_alike(value._shard_spec, spec):
                     return None
                 found.append(value)
             elif type(value) is Tensor:
@@ -205,6 +204,10 @@ def _list_state(optimizer: Optimizer) -> list[Tensor] | None:
             elif value is None or isinstance(value, Tensor):
                 return None
     return found
+
+
+def _is_cut_alike(one: ShardSpec, other: ShardSpec | None) -> bool:
+    return other is not None and one.key == other.key
 
 
 def _step(

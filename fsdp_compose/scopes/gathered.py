@@ -380,8 +380,8 @@ def find_problem(
             return (
                 f"gathered: {name} was replaced by {found}; wanted a tensor of shape "
                 f"{tuple(entry.spec.seen)}. Nothing was written back; to change shapes, put one "
-                "made of p.full_tensor() there outside the scope, on every rank, and call refresh("
-                "model), or change them between undo and fully_shard (resize_token_embeddings)."
+                "made of p.full_tensor() there outside the scope on every rank and call refresh, "
+                "or change them between undo(model) and fully_shard (resize_token_embeddings)."
             )
         if options.writeback:
             if written[index]:

@@ -59,6 +59,7 @@ RAW = (
     "of all slices; `p.full_tensor()` is a detached copy of the whole (every rank calls it). Tied "
     "parameters are one object: compare id(p), not addresses."
 )
+KEPT_SLICE = "Where p.to_local() was kept from before p was written, call it again. "
 READ = (
     "torch.tensor(p), torch.as_tensor(p, dtype=...), torch.vmap over p, collectives of "
     "torch.distributed and operators of other packages would take the slice for the whole. "

@@ -32,7 +32,7 @@ from fsdp_compose.base.torch_stack import (
     is_dispatched,
     refuse_fakes,
 )
-from fsdp_compose.sharded.advice import READ
+from fsdp_compose.sharded.advice import KEPT_SLICE, READ
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 
 _Base: Any = object
@@ -47,21 +47,20 @@ class Dispatched(_Base):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Act on slices in a ``raw`` scope and in a backward; else nobody asked the parameter.
-
-        Of ``p.to_local()`` torch makes the node anew, by the same operator, once ``p`` was written.
-        """
-        if func is not _ALIAS and is_torch_function_enabled() and graph_task_id() == -1:
+        """Act on slices in a ``raw`` scope and in a backward; else nobody asked the parameter."""
+        if is_torch_function_enabled() and graph_task_id() == -1:
             _refuse_read(func, [*args, *(kwargs or {}).values()])
         with raw():
             return disabled_torch_dispatch(func, types, args, kwargs or {})
 
 
-def _refuse_read(func: Any, pending: list[Any]) -> NoReturn:
+def _refuse_read(func: Any, pending: list[Any]) -> None:
     while not isinstance(pending[0], Dispatched):
         value = pending.pop(0)
         pending += value if isinstance(value, list | tuple) else ()
-    refuse(func, pending[0]._shard_spec, "", READ)
+    if not isinstance(pending[0], _Left):  # of which only torch's own graphs know
+        # Torch makes the node of p.to_local() anew, by this operator, once p was written.
+        refuse(func, pending[0]._shard_spec, "", KEPT_SLICE + READ if func is _ALIAS else READ)
 
 
 def call_slices(func: Any, args: Any, kwargs: Any) -> Any:

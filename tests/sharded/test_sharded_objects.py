@@ -371,9 +371,14 @@ def test_collective_budget() -> None:
     def body(rank: int) -> None:
         ps = shard([v for v in examples() if v.numel()], world())
         calls: list[str] = []
+        from fsdp_compose.comm import small_reduce
         from fsdp_compose.sharded import ranks, reduce
 
-        for module, name in ((reduce, "reduce_alike"), (ranks, "all_gather_uneven")):
+        for module, name in (
+            (reduce, "reduce_alike"),
+            (small_reduce, "reduce_alike"),
+            (ranks, "all_gather_uneven"),
+        ):
             real = getattr(module, name)
             setattr(module, name, lambda *a, _r=real, _n=name: (calls.append(_n), _r(*a))[1])
         with torch.no_grad():

@@ -40,6 +40,7 @@ from fsdp_compose.core.guards.cut_graphs import watch_conversions
 from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.kept_tensors import opened_at
 from fsdp_compose.core.guards.moved_parameters import moved_before_backward
+from fsdp_compose.core.guards.passed_units import release_passed
 from fsdp_compose.core.guards.surroundings import check_noted
 from fsdp_compose.core.guards.weight_versions import read_versions
 from fsdp_compose.core.passes import open_backward, retain, running_task
@@ -67,6 +68,8 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
             task.reached.add(reached)
             if checks.entrance == "unknown":
                 checks.entrance = "outputs"
+            if task.unasked:
+                release_passed(task, grad)
             open_backward(reached, task)
             if reached.links.dtensors and torch.is_grad_enabled():
                 watch_conversions(reached)
