@@ -50,7 +50,7 @@ def find_races(rank: int, seeds: Iterable[int]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("first", [0, 100, 200, 300])
+@pytest.mark.parametrize("first", [0, 100])
 def test_random_programs_are_ordered(first: int) -> None:
     """No two streams touch the same memory at once, nor memory that went back to its pool."""
     assert run_ranks(find_races, 2, range(first, first + 15), timeout=100) == [[], []]
