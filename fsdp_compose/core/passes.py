@@ -17,7 +17,9 @@ from fsdp_compose.base.streams import join_graph
 from fsdp_compose.base.torch_private import (
     graph_is_kept,
     graph_task_id,
+    made_at,
     node_will_run,
+    running_node,
     untraced,
 )
 from fsdp_compose.base.torch_stack import on_backward_end
@@ -167,8 +169,9 @@ def open_backward(unit: Unit, task: Task) -> None:
     if torch.is_grad_enabled():
         retain(unit, *_list_readers(unit))
     if (live := run.live) is not None and not run.calls:
-        if live.trained and not node_will_run(live.tensors[live.trained[0]].grad_fn):
-            task.unasked.append(unit)
+        node = live.trained and live.tensors[live.trained[0]].grad_fn
+        if node and not node_will_run(node) and made_at(node) < made_at(running_node()):
+            task.unasked[unit] = made_at(node)  # which no recomputation has made
         install(unit, live.tensors)
         if unit.checks.watch is not None and any(unit.checks.watch.backward_hooks):
             guard_hooks(unit)

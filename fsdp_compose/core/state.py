@@ -322,7 +322,8 @@ class Task:
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # that it opened
     open: dict[Unit, None] = field(default_factory=dict)  # units whose backward is running
-    unasked: list[Unit] = field(default_factory=list)  # to which, it seems, no gradients come
+    unasked: dict[Unit, int] = field(default_factory=dict)
+    """Units to which no gradients come, and when their ``Gather`` was made."""
     reached: set[Unit] = field(default_factory=set)
     packed: list[Bucket] = field(default_factory=list)  # to reduce when it ends, or before
     consumed: list[Any] = field(default_factory=list)

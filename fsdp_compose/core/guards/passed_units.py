@@ -14,14 +14,16 @@ from fsdp_compose.core.passes import close_backward
 from fsdp_compose.core.state import Task
 
 
-def release_passed(task: Task, grad: torch.Tensor) -> None:
+def release_passed(task: Task, grad: object) -> None:
     """Close the units of ``task.unasked`` that are newer than the node at which ``grad`` is."""
+    if not isinstance(grad, torch.Tensor):
+        return  # at a node inside of a unit, where a backward began there
     now = made_at(running_node())
-    for unit in list(task.unasked):
+    for unit, made in list(task.unasked.items()):
         if unit.run.task is not task:
-            task.unasked.remove(unit)  # its gradients came: a checkpoint had made newer nodes
+            del task.unasked[unit]
         elif grad.device == unit.gathered[0].full.device and now < min(
-            map(made_at, tuple(unit.graphs.nodes)), default=-1
+            [made, *map(made_at, tuple(unit.graphs.nodes))]
         ):
-            task.unasked.remove(unit)
+            del task.unasked[unit]
             close_backward(unit)
