@@ -169,8 +169,10 @@ def open_backward(unit: Unit, task: Task) -> None:
     if torch.is_grad_enabled():
         retain(unit, *_list_readers(unit))
     if (live := run.live) is not None and not run.calls:
-        node = live.trained and live.tensors[live.trained[0]].grad_fn
-        if node and not node_will_run(node) and made_at(node) < made_at(running_node()):
+        node = not task.asks_all and live.trained and live.tensors[live.trained[0]].grad_fn
+        if node and node_will_run(node):
+            task.asks_all = run.chosen is None and task.units == [unit]
+        elif node and made_at(node) < made_at(running_node()):
             task.unasked[unit] = made_at(node)  # which no recomputation has made
         install(unit, live.tensors)
         if unit.checks.watch is not None and any(unit.checks.watch.backward_hooks):

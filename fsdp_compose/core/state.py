@@ -322,6 +322,7 @@ class Task:
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # that it opened
     open: dict[Unit, None] = field(default_factory=dict)  # units whose backward is running
+    asks_all: bool = False  # it has no ``inputs=``: every ``Gather`` in its graph will run
     unasked: dict[Unit, int] = field(default_factory=dict)
     """Units to which no gradients come, and when their ``Gather`` was made."""
     reached: set[Unit] = field(default_factory=set)
