@@ -1,4 +1,4 @@
-"""Runs a script's ranks as forks of this process, which need not import torch again."""
+"""Runs scripts and commands in forks of this process, which need not import torch again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_compose.cli.launch import free_port
@@ -33,3 +34,22 @@ def run_script(path: Path, *args: object, ranks: int = 2, timeout: float = 200.0
         return printed.getvalue()
 
     return "".join(run_ranks(body, ranks, init=False, timeout=timeout))
+
+
+def run_alone(call: Callable[[], object], folder: Path) -> tuple[object, str, str]:
+    """Exit code, output and errors of ``call`` in ``folder``, as of a process nobody launched."""
+
+    def body(rank: int) -> tuple[object, str, str]:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        os.chdir(folder)
+        sys.path.insert(0, "")  # as ``python -m`` does
+        printed, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            try:
+                code = call()
+            except SystemExit as ended:
+                code = ended.code
+        return code or 0, printed.getvalue(), errors.getvalue()
+
+    return run_ranks(body, 1, init=False, timeout=200.0)[0]

@@ -17,7 +17,7 @@ from fuzz_programs import OPS, Case, Leaf, Node, OnPurpose, draw, leaves, smalle
 from fuzz_search import Found, run_in_workers, seeds_of, table
 from harness import run_ranks
 
-SHORT = {1: range(12), 2: range(40), 3: range(12), 4: range(10), 7: [0], 8: [0, 1], 12: [0]}
+SHORT = {1: range(12), 2: range(30), 3: range(10), 4: range(8), 7: [0], 8: [0], 12: [0]}
 
 
 @pytest.mark.slow
@@ -46,9 +46,10 @@ def test_programs_that_once_failed(name: str) -> None:
     [(1, "FULL_SHARD"), (1, "NO_SHARD"), (2, "FULL_SHARD"), (2, "SHARD_GRAD_OP")],
 )
 def test_a_program_with_every_operation(world: int, strategy: str) -> None:
-    """A fixed model goes through every operation twice, each with what those before left behind."""
+    """A fixed model goes through every operation, each with what those before left behind."""
     inner = Node((Leaf("matrix", unit=True), Leaf("scalar"), Leaf("matrix", tie=0)), True, "saved")
-    ops = tuple((op, i) for i, op in enumerate([*OPS, "step", "toggle", *OPS, "step"]))
+    again = ["toggle", *OPS, "step"] if strategy == "FULL_SHARD" else []
+    ops = tuple((op, i) for i, op in enumerate([*OPS, "step", *again]))
     recompute = "reentrant" if strategy == "SHARD_GRAD_OP" else "saved"
     leaves_ = (Leaf("low rank", frozen=True), Leaf("norm", dtype="float32"))
     other = Node(leaves_, True, recompute)

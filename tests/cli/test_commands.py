@@ -20,6 +20,8 @@ from fsdp_compose.__main__ import main
 from fsdp_compose.cli import doctor, progress
 from fsdp_compose.cli.checkpoint import _fold
 
+from scripts import run_alone
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MODEL = """
@@ -127,8 +129,9 @@ def test_options_without_effect_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_trace_records_every_rank(tmp_path: Path) -> None:
+def test_trace_records_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist, fsdp_compose as fc\n"
@@ -139,18 +142,15 @@ def test_trace_records_every_rank(tmp_path: Path) -> None:
         "for _ in range(2): model(torch.ones(1, 8)).sum().backward()\n"
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "fsdp_compose", "trace", "--out", "out", "-m", "script"]
-    done = subprocess.run(
-        [*command, "--steps", "2"],
-        check=False, cwd=tmp_path, env=ENVIRONMENT, text=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["trace", "--out", "out", "-m", "script", "--steps", "2"]
+    code, printed, errors = run_alone(lambda: main(command), tmp_path)
+    assert code == 0, printed + errors
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "memory.svg", "timeline.svg", "trace.json",
     ]  # fmt: skip
-    assert "Perfetto" in done.stdout
+    assert "Perfetto" in printed
 
 
 def test_trace_of_a_script_that_fails(
@@ -286,6 +286,18 @@ def test_a_bar_is_shown_after_two_seconds(
     assert "3/4" in seen(True, clock(1.1))
 
 
+def run_command(words: list[str], is_forked: bool, folder: Path) -> tuple[object, str, str]:
+    """Exit code, output and errors of the command line; a fork has no ranks of its own to print."""
+    if is_forked:
+        return run_alone(lambda: main(words), folder)
+    command = [sys.executable, "-m", "fsdp_compose", *words]
+    done = subprocess.run(
+        command, check=False, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("how", ["--nproc", "--simulate"])
 def test_run_takes_a_module_and_its_arguments(how: str, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
@@ -294,14 +306,11 @@ def test_run_takes_a_module_and_its_arguments(how: str, tmp_path: Path) -> None:
         "import os, sys, mine.inside\n"
         "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], __name__, sys.argv[1:])\n"
     )
-    command = [sys.executable, "-m", "fsdp_compose", "run", how, "2", "-m", "mine.program", "-x"]
-    done = subprocess.run(
-        command, check=False, cwd=tmp_path, env=ENVIRONMENT, text=True, capture_output=True,
-        timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ["run", how, "2", "-m", "mine.program", "-x"]
+    code, printed, errors = run_command(words, how == "--simulate", tmp_path)
+    assert code == 0, errors
     for rank in range(2):
-        assert f"{rank} of 2 __main__ ['-x']" in done.stdout
+        assert f"{rank} of 2 __main__ ['-x']" in printed
 
 
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,13 +362,12 @@ def test_output_that_nobody_takes(is_full: bool, file: Path) -> None:
 def test_run_returns_what_a_script_exits_with(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
-    command = [sys.executable, "-m", "fsdp_compose", "run", how, "2", str(script)]
-    done = subprocess.run(command, check=False, env=ENVIRONMENT, text=True, capture_output=True)
+    code, _, errors = run_command(["run", how, "2", str(script)], how == "--simulate", tmp_path)
     said = "1 exited with code 3" if how == "--nproc" else "1 of 2: the script ended with 3"
-    lines = [line for line in done.stderr.splitlines() if line.startswith("fsdp-compose: ")]
-    assert done.returncode == 3 and lines[0].startswith(f"fsdp-compose: rank {said}"), done.stderr
-    assert "Traceback" not in done.stderr
-    assert how == "--nproc" or len(done.stderr.splitlines()) == 1
+    lines = [line for line in errors.splitlines() if line.startswith("fsdp-compose: ")]
+    assert code == 3 and lines[0].startswith(f"fsdp-compose: rank {said}"), errors
+    assert "Traceback" not in errors
+    assert how == "--nproc" or len(errors.splitlines()) == 1
 
 
 def test_a_reader_of_ranks_that_has_seen_enough(tmp_path: Path) -> None:

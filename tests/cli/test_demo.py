@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from processes import alive, wait_until
-from scripts import run_script
+from scripts import run_alone, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -368,17 +368,17 @@ def test_demo_on_two_ranks(tmp_path):
 
 def test_demo_in_one_process_that_nobody_launched(tmp_path):
     """Demo in one process that nobody launched and a promise it cannot keep."""
-    command = [sys.executable, ROOT / "examples" / "demo.py", *SMALL, "--device=cpu"]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env["PYTHONPATH"] = str(ROOT)
-    command += ["--gain=9", f"--out={tmp_path}"]
-    done = subprocess.run(
-        command, check=False, env=env, text=True, capture_output=True, timeout=250
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "[FAILED] the held-out loss ends at least 9 nats below" in done.stdout
-    assert done.stdout.count("[ok]") == 3
-    *_, count, broken, _, _ = done.stdout.splitlines()
+    path = str(ROOT / "examples" / "demo.py")
+
+    def run():
+        sys.argv = [path, *SMALL, "--device=cpu", "--gain=9", f"--out={tmp_path}"]
+        runpy.run_path(path, run_name="__main__")
+
+    code, printed, errors = run_alone(run, tmp_path)
+    assert code == 1, printed + errors
+    assert "[FAILED] the held-out loss ends at least 9 nats below" in printed
+    assert printed.count("[ok]") == 3
+    *_, count, broken, _, _ = printed.splitlines()
     assert count.startswith("3 of 4 checks passed") and broken.startswith("not kept: the held-out")
     assert "| ranks | 1 (no process group, cpu) |" in (tmp_path / "report.md").read_text()
 

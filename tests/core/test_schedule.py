@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,8 +44,7 @@ def explored(name: str, world: World) -> None:
     )
 
 
-@pytest.mark.parametrize("keep", KEPT)
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("depth", "keep"), [(0, "by default"), *itertools.product([1, 2], KEPT)])
 @pytest.mark.parametrize("units", [APART, SIBLINGS, CHAIN], ids=["apart", "siblings", "chain"])
 def test_every_order_of_events_keeps_the_rules(units: Any, depth: int, keep: str) -> None:
     """Of three units, in two forwards, with checkpoints, user holds and exceptions anywhere."""

@@ -355,7 +355,7 @@ def test_compiled_autograd_is_refused() -> None:
             assert p.grad is not None and q.grad is not None
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
-    run_ranks(run, 2)
+    run_ranks(run, 1)
 
 
 def test_a_compiled_optimizer_over_local_parameters() -> None:

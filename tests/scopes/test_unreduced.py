@@ -120,7 +120,7 @@ def test_cleared_while_they_wait(name: str) -> None:
     way = WAYS[name]
 
     def check(rank: int) -> None:
-        for clear in CLEARS.values():
+        for clear in CLEARS.values() if name == "no_sync" else [assign_none]:
             twin = Twin(rank, way.world, way.build, way.shard)
             with way.scope(twin.model):
                 twin.backward(square, 0)
