@@ -1,13 +1,11 @@
 """Each seam has an example that changes one thing; it is short, it runs, and it does what it says.
 
-One is run with ``fsdp-compose run``, as a reader would run it; the others in ranks forked here.
+A reader starts it with ``fsdp-compose run``; here its ranks are forks.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,17 +19,6 @@ MAX_LINES = 60
 
 def run(name: str) -> str:
     return run_script(EXAMPLES / f"{name}.py")
-
-
-def run_by_command(name: str) -> str:
-    """What the example printed on two ranks; fails with what it complained of."""
-    script = EXAMPLES / f"{name}.py"
-    command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", str(script)]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
@@ -82,9 +69,7 @@ def test_int8_gather() -> None:
 
 def test_own_collective() -> None:
     """Gradients are those of the library's own way, and a link carries half of them."""
-    found = re.findall(
-        r"gradients ([\d.]+), bytes by link \{(.*)\}", run_by_command("own_collective")
-    )
+    found = re.findall(r"gradients ([\d.]+), bytes by link \{(.*)\}", run("own_collective"))
     (norm, nothing), (own_norm, links) = found
     assert norm == own_norm and not nothing
     numel = 32 * 64 + 64 + 64 + 1

@@ -221,8 +221,9 @@ def in_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([vectors, matrices], lr=0.01)
 
 
-@pytest.mark.parametrize("make", [adamw, in_groups])
-@pytest.mark.parametrize("top", ["optim", "optimizer", None])
+@pytest.mark.parametrize(
+    ("top", "make"), [("optim", adamw), ("optimizer", in_groups), (None, in_groups)]
+)
 def test_flattened_optimizer_state_loads(top: str | None, make: Any, tmp_path: Any) -> None:
     """As torchtitan saves it: one key for each value, in a folder or as a dictionary."""
 

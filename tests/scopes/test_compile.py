@@ -413,8 +413,7 @@ def test_names_and_state_dicts_have_no_wrappers() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=["", "fullgraph"])
-def test_blocks_split_by_tensor_parallelism(options: dict[str, Any]) -> None:
+def test_blocks_split_by_tensor_parallelism() -> None:
     """Whose hooks are part of the graph; of three dimensions, in steps of several shapes."""
 
     def ranks(rank: int) -> None:
@@ -426,7 +425,7 @@ def test_blocks_split_by_tensor_parallelism(options: dict[str, Any]) -> None:
             layout = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], layout)
             fc.fully_shard(block, mesh=mesh["dp"])
-            block.compile(backend="eager", **options)
+            block.compile(backend="eager", fullgraph=True)
         fc.fully_shard(model, mesh=mesh["dp"])
         pairs = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
         for step in range(4):
