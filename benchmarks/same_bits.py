@@ -57,12 +57,12 @@ class Side:
             model,
             units=wrap.by_class({Block}),
             strategy=ShardingStrategy[options.strategy],
-            deterministic=options.slots if name == "tree" else None,
+            deterministic=options.microbatches if name == "tree" else None,
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         batches = []
-        for slot in range(dist.get_rank(), options.slots, dist.get_world_size()):
-            generator = torch.Generator().manual_seed(slot)
+        for number in range(dist.get_rank(), options.microbatches, dist.get_world_size()):
+            generator = torch.Generator().manual_seed(number)
             tokens = torch.randint(7680, (1, options.seq + 1), generator=generator)
             batches.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
         return cls(name, model, optimizer, batches)
@@ -143,7 +143,7 @@ def report(
     headers += ["added in a step, MB", "peak, MB"]
     sections = [
         f"GPT of {parameters / 1e6:.1f}M parameters ({options.layers} layers, width "
-        f"{options.width}), {options.slots} microbatches of {options.seq} tokens in a step, "
+        f"{options.width}), {options.microbatches} microbatches of {options.seq} tokens in a step, "
         f"{dist.get_world_size()} gloo ranks, {options.strategy}; medians over {options.rounds} "
         "interleaved rounds, with the smallest and the largest. Times are the slowest rank's, "
         "processor times the ranks' mean; ratios are formed within a round.",
@@ -183,7 +183,7 @@ def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=8, help="microbatches of a step")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a step")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512, help="a multiple of 64")
     parser.add_argument("--seq", type=int, default=128)

@@ -18,7 +18,7 @@ Files, each importing only from those above it:
     arguments      checks of what functions are given
     codec          what travels in a gather in place of the weights' own bytes
     policy         what the user chose, as frozen values that check themselves
-    slots          one tree over the microbatches of a step, at every number of ranks
+    microbatches   one tree over the microbatches of a step, at every number of ranks
     group          ranks that communicate, and how tensors travel between them
     mesh           which ranks share a shard, which hold replicas, on which device
     streams        the gather and reduce streams of a device

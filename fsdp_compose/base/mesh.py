@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import SELF, Group, Transport
+from fsdp_compose.base.microbatches import check_microbatches
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.process import here, once
-from fsdp_compose.base.slots import check_slots
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, ordered_group
 
 MeshLike: TypeAlias = (
@@ -36,14 +36,14 @@ class Mesh:
 
     Where they are cut over both axes of what the user passed, ``shard`` is all of its ranks and
     ``axes`` its (shard, replicate) axes: the ranks of one replicate axis follow each other in it.
-    ``slots`` are the microbatches of a step whose gradients are added up in one tree, see slots.py.
+    ``microbatches`` of a step are added up in one tree, see microbatches.py.
     """
 
     shard: Group
     replicate: Group
     device: torch.device
     axes: tuple[Group, Group] | None = None
-    slots: int | None = None
+    microbatches: int | None = None
 
     @cached_property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class Mesh:
     @cached_property
     def divisor(self) -> int:
         """What a sum of gradients is divided by."""
-        return self.slots or self.size
+        return self.microbatches or self.size
 
     @cached_property
     def gather_axis(self) -> Group:
@@ -75,7 +75,7 @@ def resolve_mesh(
     device: torch.device,
     placement: Placement,
     transport: Transport | None = None,
-    slots: int | None = None,
+    microbatches: int | None = None,
 ) -> Mesh:
     """Turn what the user passed as ``mesh`` into groups.
 
@@ -86,11 +86,12 @@ def resolve_mesh(
         device: where the parameters live.
         placement: what the strategy asks of the mesh.
         transport: how tensors travel in the groups; None: as their backends do it best.
-        slots: microbatches of a step that are added up in one tree; None: there is no tree.
+        microbatches: how many of a step that are added up in one tree; None: there is no tree.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, does not fit the strategy or ``slots``,
-            or does not contain this rank; or simulated ranks are to use an accelerator.
+        ValueError: the mesh has more than two dimensions, does not fit the strategy or
+            ``microbatches``, or does not contain this rank; or simulated ranks are to use an
+            accelerator.
         TypeError: ``mesh`` is none of the above.
     """
     refuse_ended(mesh, "fully_shard")
@@ -140,9 +141,9 @@ def resolve_mesh(
         )
     if transport is not None:
         shard, replicate = (with_transport(group, transport) for group in (shard, replicate))
-    if slots is not None:
-        check_slots(slots, shard.size * replicate.size)
-    return Mesh(shard, replicate, device, slots=slots)
+    if microbatches is not None:
+        check_microbatches(microbatches, shard.size * replicate.size)
+    return Mesh(shard, replicate, device, microbatches=microbatches)
 
 
 def with_transport(group: Group, transport: Transport | None) -> Group:

@@ -25,8 +25,8 @@ from torch import nn
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.memory import Memory
 from fsdp_compose.base.mesh import Mesh
+from fsdp_compose.base.microbatches import MicrobatchSums
 from fsdp_compose.base.policy import MixedPrecision, Offload
-from fsdp_compose.base.slots import SlotSums
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
 from fsdp_compose.base.unwritten import Mark
 from fsdp_compose.base.weak_list import WeakList
@@ -258,7 +258,7 @@ class Arriving:
     joined: bool = False
     partial: torch.Tensor | None = None
     waiting: torch.Tensor | None = None
-    sums: SlotSums = field(default_factory=SlotSums)
+    sums: MicrobatchSums = field(default_factory=MicrobatchSums)
 
 
 @dataclass(eq=False, repr=False)

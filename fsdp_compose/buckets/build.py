@@ -29,7 +29,9 @@ def make_bucket(
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
     device = mesh.device
-    replicas = mesh.replicate_axis.size if mesh.slots is None else 1  # in a tree all round alike
+    replicas = (
+        mesh.replicate_axis.size if mesh.microbatches is None else 1
+    )  # in a tree all round alike
     dtypes = Dtypes(*mp.dtypes_for(shard.dtype, replicas))
     in_place = layout.world_size == 1 and dtypes.compute == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
@@ -73,8 +75,8 @@ def bind(bucket: Bucket, entry: Entry, index: int) -> None:
     entry.owner, entry.index = weakref.ref(bucket), index
     entry.pin = weakref.ref(entry.param)
     mark_entry(entry.param, entry)
-    if bucket.mesh.slots is not None:
-        refuse_arrivals(entry.param, entry.spec.hooks, refusal_of(entry, bucket.mesh.slots))
+    if bucket.mesh.microbatches is not None:
+        refuse_arrivals(entry.param, entry.spec.hooks, refusal_of(entry, bucket.mesh.microbatches))
 
 
 def _make_inner(full: torch.Tensor, mesh: Mesh, spread: Group | None) -> Inner | None:

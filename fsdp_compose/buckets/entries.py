@@ -78,7 +78,7 @@ def forget_entry(param: nn.Parameter) -> None:
         param._is_param = True
 
 
-def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
+def refusal_of(entry: Entry, deterministic: int) -> Callable[[], str]:
     """The error for a gradient that no reduction brings, where ``deterministic=`` adds them up."""
     ref = weakref.ref(entry)
 
@@ -86,11 +86,11 @@ def refusal_of(entry: Entry, slots: int) -> Callable[[], str]:
         reached = ref()
         name = "" if reached is None else f" {reached.spec.fqn!r} of unit {reached.spec.unit!r}"
         return (
-            f"parameter{name} was sharded with deterministic={slots}, which adds up the gradients "
-            "of microbatches in one tree; found a gradient of its slice, as a loss gives that "
-            "reads parameters outside of their unit's forward (a penalty on weights): it would be "
-            "added once for each microbatch of a rank, undivided. Compute the loss inside `with "
-            "fsdp_compose.gathered(module):`, or use the optimizer's weight_decay."
+            f"parameter{name} was sharded with deterministic={deterministic}, which adds up the "
+            "gradients of microbatches in one tree; found a gradient of its slice, as a loss gives "
+            "that reads parameters outside of their unit's forward (a penalty on weights): it "
+            "would be added once for each microbatch of a rank, undivided. Compute the loss inside "
+            "`with fsdp_compose.gathered(module):`, or use the optimizer's weight_decay."
         )
 
     return explain

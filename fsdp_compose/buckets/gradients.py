@@ -119,14 +119,14 @@ def pack(bucket: Bucket, grads: Sequence[torch.Tensor | None], is_whole: bool = 
         torch._foreach_zero_(zeros)
 
 
-def sum_slots(bucket: Bucket, grad: torch.Tensor, scale: float) -> torch.Tensor | None:
+def sum_in_tree(bucket: Bucket, grad: torch.Tensor, scale: float) -> torch.Tensor | None:
     """The sum of all microbatches of a step times ``scale``, where ``deterministic=`` adds them up.
 
     None before the last microbatch of a step.
     """
     mesh, sums = bucket.mesh, bucket.arriving.sums
-    assert mesh.slots is not None
-    total = sums.add(grad, mesh.slots // mesh.size)
+    assert mesh.microbatches is not None
+    total = sums.add(grad, mesh.microbatches // mesh.size)
     if total is None:
         return None
     with raw():

@@ -20,7 +20,11 @@ def plan_scatter(bucket: Bucket) -> comm.ReducePlan | None:
     """The reduce-scatter of the bucket's gradients, where each is as the one before."""
     buffer = bucket.grads
     assert buffer is not None
-    if buffer.plan is None and buffer.flat.dtype != torch.float16 and bucket.mesh.slots is None:
+    if (
+        buffer.plan is None
+        and buffer.flat.dtype != torch.float16
+        and bucket.mesh.microbatches is None
+    ):
         group = bucket.mesh.gather_axis
         buffer.plan = comm.plan_reduce(buffer.flat, buffer.parts, group, purpose_of(bucket))
     return buffer.plan
@@ -34,7 +38,7 @@ def start_scatter(
     assert buffer is not None
     if plan is not None:
         return plan.start(), scale
-    flat, in_tree, before = buffer.flat, bucket.mesh.slots is not None, 1.0
+    flat, in_tree, before = buffer.flat, bucket.mesh.microbatches is not None, 1.0
     if flat.dtype == torch.float16:
         # Half precision overflows at 65504: divide before the sum, by at least half of the factor.
         before = 2.0 ** math.floor(math.log2(scale) / 2)
@@ -53,7 +57,7 @@ def start_scatter(
 
 def sum_over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
     """This rank's part of the sum over the replicas, each of which summed over its own ranks."""
-    mesh, caller, in_tree = bucket.mesh, bucket.users.caller, bucket.mesh.slots is not None
+    mesh, caller, in_tree = bucket.mesh, bucket.users.caller, bucket.mesh.microbatches is not None
     axis, purpose = mesh.replicate_axis, f"{purpose_of(bucket)} over the replicas"
     if mesh.axes is None:
         return comm.sum_replicas(grad, axis, purpose, caller, used, in_tree)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_compose.base.slots import add_in_tree
+from fsdp_compose.base.microbatches import add_in_tree
 from fsdp_compose.base.torch_private import below_modes
 
 

@@ -7,7 +7,7 @@ Files, each importing only from those above it:
     plans            what is to be built: options, parameters, buckets, units
     trace            the order in which a module uses its parameters, without running it
     wrap             policies that choose which submodules become units
-    check_slots      the same bits at any number of ranks: what a model must be for it
+    deterministic    the same bits at any number of ranks: what a model must be for it
     choose_buckets   which parameters of a unit share a bucket, and each bucket's layout
     overlaps         tensors in the same memory that are not one parameter
     choose_units     which modules become units, with which options

@@ -14,7 +14,7 @@ from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.buckets.entries import entry_of, find_entry
-from fsdp_compose.construct.check_slots import check_weights, refuse_tensor_parallel
+from fsdp_compose.construct.deterministic import check_weights, refuse_tensor_parallel
 from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
 from fsdp_compose.core.state import owner_of

@@ -24,8 +24,8 @@ from fsdp_compose.base.policy import (
 )
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Slot
-from fsdp_compose.construct.check_slots import check_alike, check_number
 from fsdp_compose.construct.choose_buckets import plan_buckets
+from fsdp_compose.construct.deterministic import check_alike, check_number
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan

@@ -29,7 +29,7 @@ Files, each importing only from those above it:
     guards/replicas             copies of a parameter on several ranks are compared
     guards/saved_tensors        saved-tensor hooks get activations, not gathered weights
     guards/unread_weights       units whose backward reads no weight stay released in it
-    guards/slots                what cannot be added up in one tree over microbatches
+    guards/microbatches         what cannot be added up in one tree over microbatches
     guards/parted_gradients     hooks get the sum of what a backward brings in two parts
     guards/used_parameters      which parameters any rank used: the others keep grad None
     guards/added_gradients      to which gradients a backward adds is compared between ranks

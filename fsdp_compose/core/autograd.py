@@ -47,8 +47,8 @@ from fsdp_compose.core.gathering import (
 )
 from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
+from fsdp_compose.core.guards.microbatches import refuse_early_gradients
 from fsdp_compose.core.guards.parted_gradients import brings_more
-from fsdp_compose.core.guards.slots import refuse_slots
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.used_parameters import unite
@@ -161,7 +161,7 @@ class EngineWork:
     def is_complete(self, part: Arrival) -> bool:
         bucket, node = part.bucket, part.node
         unit = unit_of(bucket)
-        is_seen = bucket.residence.is_hooked or unit.post_reduce_hooks or bucket.mesh.slots
+        is_seen = bucket.residence.is_hooked or unit.post_reduce_hooks or bucket.mesh.microbatches
         is_part = node is not None and not node.ends_pass  # those of a forward may follow
         waits = is_seen or is_part or bucket.users.is_lent
         return unit.switches.sync and not (waits and _is_awaited(unit, bucket, node))
@@ -202,7 +202,7 @@ def _reduce_now(
     Only entries that some rank used are reduced. Gradients that wait for more are left alone.
     """
     drain(unit.engine)
-    refuse_slots(unit)
+    refuse_early_gradients(unit)
     for route in routes_of(unit, trained):
         mirror = route.bucket.history.mirror
         if mirror is not None:

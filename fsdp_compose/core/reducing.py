@@ -19,7 +19,7 @@ from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.streams import copy_to_host
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket, Entry
-from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut, pack, sum_slots
+from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut, pack, sum_in_tree
 from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
     plan_scatter,
@@ -188,7 +188,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
             grad = grad + sum_over_replicas(bucket, reduction.added, reduction.used)
         return typed(grad, kept)
     assert reduction.scatter is not None
-    grad = reduction.scatter.result(summed, 1.0 if bucket.mesh.slots else reduction.scale)
+    grad = reduction.scatter.result(summed, 1.0 if bucket.mesh.microbatches else reduction.scale)
     if bucket.arriving.partial is not None:
         grad += bucket.arriving.partial
         reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
@@ -236,8 +236,8 @@ def drain(engine: Engine) -> None:
         reduction = engine.reductions.pop(0)
         grad, bucket = finish_reduce(reduction), reduction.bucket
         total = None if bucket.arriving.partial is not None else grad
-        if total is not None and bucket.mesh.slots is not None:
-            total = sum_slots(bucket, grad, reduction.scale)
+        if total is not None and bucket.mesh.microbatches is not None:
+            total = sum_in_tree(bucket, grad, reduction.scale)
         if total is None:
             _note_waiting(reduction)
         else:

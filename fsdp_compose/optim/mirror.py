@@ -137,8 +137,8 @@ class Mirror:
                 if requires_grad(own.param):
                     nodes.append(get_gradient_edge(own.param).node)
                     nodes[-1].register_prehook(settle)
-            if bucket.mesh.slots is not None:
-                refusal = refusal_of(entries[0], bucket.mesh.slots)
+            if bucket.mesh.microbatches is not None:
+                refusal = refusal_of(entries[0], bucket.mesh.microbatches)
                 nodes.append(get_gradient_edge(plain).node)
                 nodes[-1].register_prehook(partial(_refuse_arrival, refusal))
         return nodes

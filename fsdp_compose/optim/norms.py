@@ -158,7 +158,7 @@ def _names_of(grad: Gradient) -> tuple[str, ...]:
 
 def adds_in_tree(params: Iterable[nn.Parameter]) -> bool:
     """Whether gradients are to have the same bits at every number of ranks (``deterministic=``)."""
-    return any(owner_of(find_entry(param)).mesh.slots is not None for param in params)
+    return any(owner_of(find_entry(param)).mesh.microbatches is not None for param in params)
 
 
 def _compute_fixed_norm(grads: list[Gradient], norm: Norm, device: torch.device) -> torch.Tensor:

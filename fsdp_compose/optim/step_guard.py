@@ -287,17 +287,17 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, caller: str) -> None:
     Raises:
         RuntimeError: naming a parameter.
     """
-    slots = {
-        id(bucket.residence): bucket.mesh.slots
+    deterministic = {
+        id(bucket.residence): bucket.mesh.microbatches
         for unit in list_all_units()
         for bucket in unit.buckets
-        if bucket.mesh.slots is not None and bucket.stored.device.type == "cpu"
+        if bucket.mesh.microbatches is not None and bucket.stored.device.type == "cpu"
     }
-    if not slots:
+    if not deterministic:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for spec in map(spec_of, filter(is_sharded_parameter, params)):
-        if (chosen := slots.get(id(spec.residence))) is not None:
+        if (chosen := deterministic.get(id(spec.residence))) is not None:
             raise RuntimeError(
                 f"{caller}: it has fused=True and was given {spec.fqn!r} (unit {spec.unit!r}), "
                 f"which was sharded with deterministic={chosen}; fused steps on a CPU "

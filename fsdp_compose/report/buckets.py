@@ -217,7 +217,7 @@ def _describe_layout(
         "ranks": mesh.shard.size if mesh.axes else mesh.shard.size * fused,
         "replicas": 1 if is_fused else mesh.replicate.size,
         "fused": fused,
-        "point_to_point": any(map(is_point_to_point, summing)) or mesh.slots is not None,
+        "point_to_point": any(map(is_point_to_point, summing)) or mesh.microbatches is not None,
         "read_in_place": count_shared(mesh.gather_axis) if isinstance(bucket, Bucket) else 0,
         "encoded_bytes": None if codec is None else encoded_nbytes(codec, numel, storage),
         "on_host": offload.shards and mesh.device.type != "cpu",

@@ -174,12 +174,12 @@ def _state_of(unit: Unit) -> UnitState:
     )
 
 
-def _count_slots(units: Sequence[Unit]) -> Iterator[str]:
+def _count_microbatches(units: Sequence[Unit]) -> Iterator[str]:
     """How far the step is whose microbatches are added up in one tree."""
     for unit in units:
         for bucket in unit.buckets:
-            if bucket.arriving.sums.arrived and bucket.mesh.slots is not None:
-                wanted = bucket.mesh.slots // bucket.mesh.size
+            if bucket.arriving.sums.arrived and bucket.mesh.microbatches is not None:
+                wanted = bucket.mesh.microbatches // bucket.mesh.size
                 yield (
                     f"{bucket.arriving.sums.arrived} of {wanted} backwards of a step are summed "
                     f"(unit {unit.name!r} and others); the last one sets .grad, see deterministic="
@@ -297,7 +297,7 @@ def _next(units: Sequence[Unit]) -> Iterator[str]:
             f"gradients wait for the all-reduce over replicas: {named(partial)}; the next backward "
             "with set_requires_all_reduce(module, True) completes them"
         )
-    yield from _count_slots(units)
+    yield from _count_microbatches(units)
     waiting = [u for u in units if any(b.arriving.waiting is not None for b in u.buckets)]
     if waiting:
         yield (

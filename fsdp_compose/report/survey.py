@@ -118,7 +118,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     index: dict[int, int] = {}
     for bucket in {id(b): b for unit in units for b in unit.gathered}.values():
         index[id(bucket)] = len(survey.buckets)
-        if bucket.mesh.slots is not None:
+        if bucket.mesh.microbatches is not None:
             survey.in_tree.add(len(survey.buckets))
         survey.buckets.append(describe_bucket(bucket, tuple(map(name_of, bucket.entries))))
         for entry in bucket.entries:

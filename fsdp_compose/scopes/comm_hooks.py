@@ -22,7 +22,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
 from fsdp_compose.comm.grad_bucket import GradBucket, has_state
-from fsdp_compose.core.guards.slots import refuse_postponing
+from fsdp_compose.core.guards.microbatches import refuse_postponing
 from fsdp_compose.core.guards.units import list_all_units, require_units
 from fsdp_compose.core.state import Unit, iter_units
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from fsdp_compose.base.arguments import describe_value
+from fsdp_compose.core.guards.microbatches import refuse_postponing
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
-from fsdp_compose.core.guards.slots import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import iter_units

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_compose.base.arguments import check_flag, check_kind, check_number, describe_value
 from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
-from fsdp_compose.core.guards.slots import refuse_postponing
+from fsdp_compose.core.guards.microbatches import refuse_postponing
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.scopes.unshard import reduce_units

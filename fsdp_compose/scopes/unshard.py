@@ -378,7 +378,9 @@ def reduce_units(units: list[Unit]) -> None:
         guessing = [log for log in engine.logs.values() if log.guesses]
         for log in sorted(guessing, key=lambda log: log.place):  # in the same order on every rank
             log.settle_guesses()
-    check_reduced((b for u in units for b in u.buckets if b.mesh.slots is not None), "reduce_grads")
+    check_reduced(
+        (b for u in units for b in u.buckets if b.mesh.microbatches is not None), "reduce_grads"
+    )
 
 
 def check_reduced(
@@ -394,7 +396,7 @@ def check_reduced(
 def check_stepped(bucket: Bucket, caller: str, param: nn.Parameter | None = None) -> None:
     """As ``check_reduced``, for a step, which all ranks make: those that reduced raise as well."""
     log = bucket.users.caller
-    is_compared = bucket.mesh.shard.size > 1 or bucket.mesh.slots is not None
+    is_compared = bucket.mesh.shard.size > 1 or bucket.mesh.microbatches is not None
     if isinstance(log, Log) and not is_compared and is_open(bucket):
         log.ask_who_reduces(bucket.entries[0].spec.unit)
     check_reduced([bucket], caller, param)
@@ -402,8 +404,8 @@ def check_stepped(bucket: Bucket, caller: str, param: nn.Parameter | None = None
 
 def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
     """The text of the error for ``caller``, which needs gradients that wait to be reduced."""
-    if bucket.mesh.slots is not None:
-        return _explain_slots(bucket, caller, spec)
+    if bucket.mesh.microbatches is not None:
+        return _explain_microbatches(bucket, caller, spec)
     return (
         f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
         "without synchronisation and is not in .grad yet; leave accumulate() first, run the last "
@@ -411,24 +413,24 @@ def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
     )
 
 
-def _explain_slots(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
+def _explain_microbatches(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
     mesh, sums = bucket.mesh, bucket.arriving.sums
-    assert mesh.slots is not None
-    wanted = mesh.slots // mesh.size
+    assert mesh.microbatches is not None
+    wanted = mesh.microbatches // mesh.size
     return (
         f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) is of "
         f"{sums.steps * wanted + sums.arrived} backwards on this rank; wanted {wanted}, since "
-        f"deterministic={mesh.slots} microbatches a step on {mesh.size} ranks are {wanted} for "
-        "each. Run one backward for each of them, through every unit (participate(unit) where a "
-        "microbatch skips one), then step() and zero_grad(). After a backward that failed, run the "
-        "whole step again."
+        f"deterministic={mesh.microbatches} microbatches a step on {mesh.size} ranks are {wanted} "
+        "for each. Run one backward for each of them, through every unit (participate(unit) where "
+        "a microbatch skips one), then step() and zero_grad(). After a backward that failed, run "
+        "the whole step again."
     )
 
 
 def is_open(bucket: Bucket) -> bool:
     """Whether the bucket holds gradients that are not in ``.grad``, or ``.grad`` several steps'."""
     arriving = bucket.arriving
-    if bucket.mesh.slots is not None and (arriving.sums.arrived or arriving.sums.steps > 1):
+    if bucket.mesh.microbatches is not None and (arriving.sums.arrived or arriving.sums.steps > 1):
         return True
     return is_pending(bucket) or arriving.waiting is not None
 

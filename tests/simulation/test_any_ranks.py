@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, simulate
-from fsdp_compose.base.slots import SlotSums, add_in_tree
+from fsdp_compose.base.microbatches import MicrobatchSums, add_in_tree
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 from fsdp_compose.optim.fixed_sum import add_powers, carry, exponent_of, root_of
 
@@ -39,7 +39,7 @@ from models import (
     units,
 )
 
-SLOTS = 8
+MICROBATCHES = 8
 Shard = Callable[..., nn.Module]
 
 
@@ -84,7 +84,7 @@ def train(
     shard: Shard,
     build: Callable[[], nn.Module] = partial(Tower, 1),
     *,
-    slots: int = SLOTS,
+    microbatches: int = MICROBATCHES,
     steps: int = 2,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     clip: Callable[[nn.Module], Any] = partial(fc.clip_grad_norm_, max_norm=0.1),
@@ -99,9 +99,9 @@ def train(
     rank = mesh.replicate_axis.rank * mesh.gather_axis.size + mesh.gather_axis.rank
     optim = optimizer(model)
     for step in range(steps):
-        for slot in range(rank, slots, mesh.size):
-            x = data(100 * step + slot, 0).float()
-            loss = fc.participate(model) if skips and slot % 5 == 3 else loss_of(model, x)
+        for number in range(rank, microbatches, mesh.size):
+            x = data(100 * step + number, 0).float()
+            loss = fc.participate(model) if skips and number % 5 == 3 else loss_of(model, x)
             loss.backward()
         clip(model)
         optim.step()
@@ -122,14 +122,16 @@ def over(replicas: int, shards: int, strategy: str, shard: Shard = by_block) -> 
     return apply
 
 
-def with_slots(shard: Shard = by_block, slots: int = SLOTS, **options: Any) -> Shard:
-    return partial(shard, deterministic=slots, **options)
+def by_microbatch(
+    shard: Shard = by_block, microbatches: int = MICROBATCHES, **options: Any
+) -> Shard:
+    return partial(shard, deterministic=microbatches, **options)
 
 
 def test_ten_steps_at_every_number_of_ranks() -> None:
     """With every strategy: the issue's promise, whole."""
     run = partial(train, steps=10)
-    wanted = run(with_slots())
+    wanted = run(by_microbatch())
     worlds = [
         (2, over(0, 2, "SHARD_GRAD_OP")),
         (4, over(0, 4, "NO_SHARD")),
@@ -138,26 +140,30 @@ def test_ten_steps_at_every_number_of_ranks() -> None:
         (8, over(4, 2, "HYBRID_SHARD_OPTIMIZER")),
     ]
     for seed, (ranks, shard) in enumerate(worlds):
-        found = set(simulate(run, ranks, with_slots(shard), seed=seed))
+        found = set(simulate(run, ranks, by_microbatch(shard), seed=seed))
         assert found == {wanted}, f"world {seed}"
 
 
 LOW = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
 PROGRAMS: dict[str, tuple[Shard, dict[str, Any]]] = {
     "gradients kept in bfloat16, offloaded": (
-        with_slots(mp_policy=LOW, offload_policy=Offload(True, True), granularity="row"),
+        by_microbatch(mp_policy=LOW, offload_policy=Offload(True, True), granularity="row"),
         {"optimizer": sgd},
     ),
     "twelve microbatches, some skipped, reduced in float16": (
-        with_slots(slots=12, mp_policy=MixedPrecision(None, torch.float16)),
-        {"slots": 12, "skips": True, "clip": partial(fc.clip_grad_norm_, max_norm=1, norm_type=1)},
+        by_microbatch(microbatches=12, mp_policy=MixedPrecision(None, torch.float16)),
+        {
+            "microbatches": 12,
+            "skips": True,
+            "clip": partial(fc.clip_grad_norm_, max_norm=1, norm_type=1),
+        },
     ),
     "odd parameters in two forwards": (
-        with_slots(mp_policy=MixedPrecision(torch.bfloat16)),
+        by_microbatch(mp_policy=MixedPrecision(torch.bfloat16)),
         {"build": Odd, "optimizer": sgd, "loss_of": compare, "set_to_none": False},
     ),
     "whole matrices, checkpointed": (
-        with_slots(granularity="tensor"),
+        by_microbatch(granularity="tensor"),
         {"build": lambda: Checkpointed("inside", False), "optimizer": orthogonal},
     ),
 }
@@ -176,15 +182,18 @@ def test_processes_and_simulated_ranks_agree() -> None:
     """Over shared memory, over pairs of ranks, and on one rank."""
 
     def in_process(rank: int) -> str:
-        return train(with_slots())
+        return train(by_microbatch())
 
-    wanted = train(with_slots())
-    assert run_ranks(in_process, 2) == [wanted] * 2 == simulate(train, 2, with_slots())
+    wanted = train(by_microbatch())
+    assert run_ranks(in_process, 2) == [wanted] * 2 == simulate(train, 2, by_microbatch())
 
 
 def test_without_it_the_bits_differ() -> None:
     """Else the tests above would say nothing."""
-    found = {train(with_slots(slots=4), slots=4), *simulate(train, 4, by_block, slots=4)}
+    found = {
+        train(by_microbatch(microbatches=4), microbatches=4),
+        *simulate(train, 4, by_block, microbatches=4),
+    }
     assert len(found) == 2
 
 
@@ -198,15 +207,15 @@ def test_what_changes_memory_alone_keeps_the_bits() -> None:
         partial(by_block, prefetch=fc.Prefetch(2, 2), static_buffers=True),
         partial(by_block, offload_policy=Offload(params=True, pin_memory=False)),
     ]
-    unclipped = partial(train, slots=3, clip=lambda model: None)
+    unclipped = partial(train, microbatches=3, clip=lambda model: None)
     assert len({hashed for shard in chosen for hashed in simulate(unclipped, 3, shard)}) == 1
 
 
 def test_transports_that_sum_exchange_instead() -> None:
     """As NCCL's, which returns one sum."""
     summing = replace(PAIRS, reduce_scatter=AT_ONCE.reduce_scatter, keeps_parts=False)
-    shard = with_slots(transport=summing)
-    assert set(simulate(train, 4, shard)) == {train(with_slots())}
+    shard = by_microbatch(transport=summing)
+    assert set(simulate(train, 4, shard)) == {train(by_microbatch())}
 
 
 # What is refused
@@ -330,13 +339,13 @@ def test_a_penalty_inside_a_scope() -> None:
     def step() -> list[Tensor]:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         model = by_block(seeded(Tower).float(), deterministic=4)
-        for slot in range(rank, 4, ranks):
+        for number in range(rank, 4, ranks):
             with fc.gathered(model):
-                (square(model, data(slot, 0).float()) + penalty(model.parameters())).backward()
+                (square(model, data(number, 0).float()) + penalty(model.parameters())).backward()
         return [param.grad.full_tensor() for param in model.parameters()]
 
     plain = seeded(Tower).float()
-    losses = [square(plain, data(slot, 0).float()) for slot in range(4)]
+    losses = [square(plain, data(number, 0).float()) for number in range(4)]
     (sum(losses) / 4 + penalty(plain.parameters())).backward()
     found = step()
     for grad, param in zip(found, plain.parameters(), strict=True):
@@ -348,9 +357,9 @@ def test_a_penalty_inside_a_scope() -> None:
 def list_norms() -> list[float]:
     """As torch's clipping and ours give them, of all parameters and of some."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model = by_block(seeded(Tower).float(), deterministic=SLOTS)
-    for slot in range(rank, SLOTS, ranks):
-        square(model, data(slot, 0).float()).backward()
+    model = by_block(seeded(Tower).float(), deterministic=MICROBATCHES)
+    for number in range(rank, MICROBATCHES, ranks):
+        square(model, data(number, 0).float()).backward()
     params, found = list(model.parameters()), []
     for order in (1.0, 2.0, 3.0, math.inf):
         for some in (params, params[1:], params[:-1], params[3:5]):
@@ -383,7 +392,7 @@ def test_a_failed_step_can_be_run_again(way: str) -> None:
 
     def twice(fails: bool) -> str:
         def shard(model: nn.Module) -> nn.Module:
-            by_block(model, deterministic=SLOTS)
+            by_block(model, deterministic=MICROBATCHES)
             if fails:
                 square(model, data(0, 0).float()).backward()
                 with pytest.raises(ZeroDivisionError):
@@ -404,15 +413,15 @@ def test_a_discarded_microbatch_leaves_nothing() -> None:
 
     def run(discards: bool) -> str:
         def shard(model: nn.Module) -> nn.Module:
-            by_block(model, deterministic=SLOTS)
+            by_block(model, deterministic=MICROBATCHES)
             if discards:
                 with fc.accumulate(model):
-                    for slot in range(4):
-                        if slot == 2:
+                    for number in range(4):
+                        if number == 2:
                             with fc.skippable_step(model) as step:
                                 model(data(9, 0).float()).sum().backward()
                                 step.discard("a bad batch")
-                        model(data(slot, 0).float()).square().mean().backward()
+                        model(data(number, 0).float()).square().mean().backward()
                 assert model.head.weight.grad is not None
                 model.zero_grad()
             return model
@@ -440,7 +449,7 @@ def test_a_tree_is_the_same_however_it_is_cut() -> None:
     wanted = torch.empty(5)
     add_in_tree(values, wanted)
     for ranks in (1, 2, 4):
-        sums, found = SlotSums(), None
+        sums, found = MicrobatchSums(), None
         for j in range(0, 8, ranks):
             total = torch.empty(5)
             add_in_tree(values[j : j + ranks], total)

@@ -110,7 +110,7 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
             _regroup(mesh.replicate, device),
             device,
             mesh.axes and (_regroup(mesh.axes[0], device), _regroup(mesh.axes[1], device)),
-            mesh.slots,
+            mesh.microbatches,
         )
         spread = None if spread is None else _regroup(spread, device)
         for entry in bucket.entries:

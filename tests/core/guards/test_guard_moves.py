@@ -44,7 +44,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": ShardingStrategy.HYBRID_SHARD},
     "fused": {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER},
     "spread": {"reshard_after_forward": 2},
-    "slots": {"deterministic": 4},
+    "microbatches": {"deterministic": 4},
 }
 
 
@@ -83,7 +83,9 @@ def test_a_move_to_another_device(kind: str) -> None:
             else:
                 assert new == replace(old, backend="of meta") and new.pg is old.pg
                 assert new.transport is old.transport is not None
-        assert mesh.slots == before.slots and (mesh.slots == 4) == (kind == "slots")
+        assert mesh.microbatches == before.microbatches and (mesh.microbatches == 4) == (
+            kind == "microbatches"
+        )
         assert (mesh.axes is not None) == (kind == "fused")
         assert (spread is not None) == (kind == "spread")
         assert (bucket.inner is None) == (inner is None)

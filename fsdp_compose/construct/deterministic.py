@@ -96,12 +96,12 @@ def check_alike(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> None
         for unit in iter_units(module):
             for bucket in unit.buckets:
                 found.setdefault((unit.options.deterministic, bucket.mesh.size), unit.name)
-    if len(found) < 2 or all(slots is None for slots, _ in found):
+    if len(found) < 2 or all(count is None for count, _ in found):
         return
-    (slots, ranks), (other, fewer) = list(found)[:2]
+    (count, ranks), (other, fewer) = list(found)[:2]
     first, second = list(found.values())[:2]
     raise ValueError(
-        f"fully_shard: unit {first!r} has deterministic={slots} on {ranks} ranks, and unit "
+        f"fully_shard: unit {first!r} has deterministic={count} on {ranks} ranks, and unit "
         f"{second!r} deterministic={other} on {fewer}; wanted the same of both, so that each "
         "microbatch has one place in a step. Pass the same deterministic= and a mesh of the same "
         "ranks to every call of fully_shard."

@@ -1,10 +1,10 @@
 """One binary tree over the microbatches of a step, whichever rank computes each of them.
 
-With ``fully_shard(deterministic=8)`` a step has 8 microbatches, called slots. In backward number
-``j`` of a step, rank ``r`` of ``W`` computes slot ``j * W + r``. So one reduction adds up ``W``
-slots that follow each other, and each rank adds up such sums over its backwards:
+With ``fully_shard(deterministic=8)`` a step has 8 microbatches. In backward number ``j`` of
+a step, rank ``r`` of ``W`` computes microbatch ``j * W + r``. So one reduction adds up ``W``
+microbatches that follow each other, and each rank adds up such sums over its backwards:
 
-    slot   0   1   2   3   4   5   6   7
+    number 0   1   2   3   4   5   6   7
             \\_/     \\_/     \\_/     \\_/         2 ranks reduce these
               \\_____/         \\_____/           4 ranks these too
                   \\_______________/             8 ranks all
@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 import torch
 
 
-def check_slots(slots: int, ranks: int) -> None:
-    """Raise unless the ranks' reductions are nodes of the tree over ``slots``.
+def check_microbatches(count: int, ranks: int) -> None:
+    """Raise unless the ranks' reductions are nodes of the tree over ``count`` microbatches.
 
     Raises:
-        ValueError: ``ranks`` is no power of two, or does not divide ``slots``.
+        ValueError: ``ranks`` is no power of two, or does not divide ``count``.
     """
-    if ranks & (ranks - 1) or slots % ranks:
-        allowed = [n for k in range(slots.bit_length()) if slots % (n := 1 << k) == 0]
+    if ranks & (ranks - 1) or count % ranks:
+        allowed = [n for k in range(count.bit_length()) if count % (n := 1 << k) == 0]
         raise ValueError(
-            f"fully_shard: deterministic={slots} microbatches a step cannot be added up in one "
+            f"fully_shard: deterministic={count} microbatches a step cannot be added up in one "
             f"tree by {ranks} ranks; wanted a number of ranks that is a power of two and divides "
-            f"{slots}: {', '.join(map(str, allowed))}. Run on so many, or choose a number of "
+            f"{count}: {', '.join(map(str, allowed))}. Run on so many, or choose a number of "
             "microbatches that is a multiple of every number of ranks you want."
         )
 
@@ -58,8 +58,8 @@ def add_in_tree(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class SlotSums:
-    """Sums of the slots of a step that have arrived, by the backwards of this rank.
+class MicrobatchSums:
+    """Sums of the microbatches of a step that have arrived, by the backwards of this rank.
 
     Attributes:
         nodes: one for each bit of ``arrived`` that is set, of so many backwards; earlier ones
@@ -93,6 +93,6 @@ class SlotSums:
         self.nodes.clear()
         self.arrived = 0
 
-    def copy(self) -> SlotSums:
+    def copy(self) -> MicrobatchSums:
         """An independent one."""
-        return SlotSums([node.clone() for node in self.nodes], self.arrived, self.steps)
+        return MicrobatchSums([node.clone() for node in self.nodes], self.arrived, self.steps)
