@@ -299,7 +299,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None]]] = {
         check_state_of_another_cut,
     ),
     "a step by the plan of another": (
-        lambda: setattr(step_plan.Plan, "fits", lambda self, optimizer, found: True),
+        lambda: setattr(step_plan.StepPlan, "fits", lambda self, optimizer, found: True),
         check_planned_step,
     ),
     "reductions not compared": (no_numbers, check_blend),

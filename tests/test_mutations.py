@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import tempfile
 import time
@@ -199,7 +200,7 @@ def reduce_in_compute_dtype() -> None:
 
     def mutant(self: Any, storage: Any, replicas: int = 1) -> Any:
         dtypes = original(self, storage, replicas)
-        return dtypes._replace(reduce=dtypes.compute)
+        return dataclasses.replace(dtypes, reduce=dtypes.compute)
 
     MixedPrecision.dtypes_for = mutant
 

@@ -19,7 +19,7 @@ from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_r
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
 from fsdp_compose.base.torch_private import buffer_slots, take_leaf_hooks
-from fsdp_compose.base.unwritten import Mark, mark_unwritten
+from fsdp_compose.base.unwritten import UnwrittenMark, mark_unwritten
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import find_entry, rename_entry
@@ -284,9 +284,11 @@ def _await_loading(meta: MetaValues, keys: Iterable[str]) -> None:
     for unit, value in map(meta.values.__getitem__, keys):
         if isinstance(value.tensor, nn.Parameter):
             entry = find_entry(value.tensor)
-            owner_of(entry).history.unready.append((entry, Mark(entry.param)))
+            owner_of(entry).history.unready.append((entry, UnwrittenMark(entry.param)))
         else:
-            unit.checks.unready_buffers.append((value.name, value.slot, Mark(_find_written(value))))
+            unit.checks.unready_buffers.append(
+                (value.name, value.slot, UnwrittenMark(_find_written(value)))
+            )
 
 
 def _find_written(value: Value) -> torch.Tensor:

@@ -39,7 +39,7 @@ from fsdp_compose.construct.compare_ranks import compare_plans, count_ranks
 from fsdp_compose.construct.initialise import InitFn
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.overlaps import check_overlaps
-from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
+from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
 from fsdp_compose.core.guards.connect import is_running
@@ -237,7 +237,7 @@ def _find_change(
     known = {id(values) for values, _, _ in unit.links.places}
     if unit.checks.watch is not None:
         known |= {id(table) for table in unit.checks.watch.tables}
-    found: dict[int, Found] = {}
+    found: dict[int, ParameterPlan] = {}
     fresh: list[tuple[str, nn.Module]] = []
     for prefix, submodule in managed(unit):
         if id(parameter_slots(submodule)) not in known:
@@ -245,7 +245,7 @@ def _find_change(
         for key, param in parameter_slots(submodule).items():
             if isinstance(param, nn.Parameter) and not is_ignored(unit, param):
                 check_dense(plan, prefix, submodule)
-                item = found.setdefault(id(param), Found(param))
+                item = found.setdefault(id(param), ParameterPlan(param))
                 item.names.append(clean_name(f"{prefix}.{key}" if prefix else key))
                 item.slots.append(Slot.of(submodule, key))
     items = list(found.values())
@@ -365,7 +365,7 @@ def _find_prefixes(unit: Unit, change: _Change) -> dict[str, str]:
     return found
 
 
-def _rename_entry(entry: Entry, item: Found, prefixes: dict[str, str]) -> None:
+def _rename_entry(entry: Entry, item: ParameterPlan, prefixes: dict[str, str]) -> None:
     """Record where, and under which names, modules read the parameter now."""
     first = item.names[0]
     position, _, rest = first.partition(".")

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Memory(NamedTuple):
+class StorageSpan(NamedTuple):
     """Bytes of a storage, which it does not keep alive; strides are in bytes too."""
 
     storage: StorageWeakRef
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
         return [(start, start + length) for start in starts]
 
 
-def memory_of(tensor: torch.Tensor) -> Memory | None:
+def memory_of(tensor: torch.Tensor) -> StorageSpan | None:
     """The memory of a strided tensor; None where it has no elements."""
     count, itemsize = tensor.numel(), tensor.itemsize
     if not count:
@@ -42,10 +42,10 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
         last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         stop = start + last + itemsize
     storage = StorageWeakRef(tensor.untyped_storage())
-    return Memory(storage, start, stop, shape, strides, itemsize)
+    return StorageSpan(storage, start, stop, shape, strides, itemsize)
 
 
-def share_bytes(one: Memory, other: Memory) -> bool:
+def share_bytes(one: StorageSpan, other: StorageSpan) -> bool:
     """Whether a byte of one storage is in both: columns of a matrix lie between each other's."""
     found = [(start, stop, 0) for start, stop in one.pieces()]
     found += [(start, stop, 1) for start, stop in other.pieces()]

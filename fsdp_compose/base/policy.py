@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -133,16 +133,14 @@ def place(strategy: ShardingStrategy | None, reshard_after_forward: bool | int |
     return replace(placement, keep_after_forward=False, spread=reshard_after_forward)
 
 
-class Dtypes(NamedTuple):
-    """The dtypes of parameters in compute, of gradients in a reduction, and of ``.grad``.
-
-    ``summed`` is that of this rank's part of the sum until all axes of the mesh have added to it.
-    """
+@dataclass(frozen=True)
+class Dtypes:
+    """What a bucket computes, reduces and keeps its gradients in."""
 
     compute: torch.dtype
     reduce: torch.dtype
-    grad: torch.dtype
-    summed: torch.dtype
+    grad: torch.dtype  # of ``.grad``
+    summed: torch.dtype  # of sums over ranks, until those over the replicas are added; real
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from fsdp_compose.base.torch_private import raw, read_version
 
 
-class Mark:
+class UnwrittenMark:
     """A tensor that nobody has written, and how often it had been written until then.
 
     The count tells a tensor that was written with the mark's own value, as False into a mask, from

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.memory import Memory
+from fsdp_compose.base.memory import StorageSpan
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.microbatches import MicrobatchSums
-from fsdp_compose.base.policy import MixedPrecision, Offload
+from fsdp_compose.base.policy import Dtypes, MixedPrecision, Offload
 from fsdp_compose.base.torch_private import parameter_slots, profiler_enabled
-from fsdp_compose.base.unwritten import Mark
+from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange, GatherPlan, ReducePlan
@@ -91,7 +91,7 @@ class Entry:
     index: int = 0  # within the owner
     kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
     grad_dtype: torch.dtype | None = None  # of gradients before; None: the parameter's own
-    origin: Memory | None = None  # where it lay before it was sharded
+    origin: StorageSpan | None = None  # where it lay before it was sharded
     held: nn.Parameter = field(init=False)
     layers: list[Any] = field(default_factory=list)  # what scopes show in its place
 
@@ -155,16 +155,6 @@ class Mirror(Protocol):
 
     def unwatch(self, entries: Iterable[Entry]) -> None:
         """Let go of where autograd adds to the gradients of parameters that become plain."""
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """What a bucket computes, reduces and keeps its gradients in."""
-
-    compute: torch.dtype
-    reduce: torch.dtype
-    grad: torch.dtype  # of ``.grad``
-    summed: torch.dtype  # of sums over ranks, until those over the replicas are added; real
 
 
 @dataclass(eq=False, repr=False)
@@ -287,7 +277,7 @@ class History:
 
     earlier: int = 0
     agreed: tuple[int, int] | None = None
-    unready: list[tuple[Entry, Mark]] = field(default_factory=list)
+    unready: list[tuple[Entry, UnwrittenMark]] = field(default_factory=list)
     emptied: bool = False
     mirror: Mirror | None = None
 

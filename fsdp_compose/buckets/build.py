@@ -12,7 +12,7 @@ from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw, read_version
-from fsdp_compose.buckets.bucket import Bucket, Dtypes, Entry, Inner, Views, alias
+from fsdp_compose.buckets.bucket import Bucket, Entry, Inner, Views, alias
 from fsdp_compose.buckets.entries import mark_entry, refusal_of
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import refuse_arrivals, replace_grad, set_local, tag, to_local
@@ -29,10 +29,9 @@ def make_bucket(
 ) -> Bucket:
     """Build the buffers of a bucket around ``shard`` and turn its parameters into slices of it."""
     device = mesh.device
-    replicas = (
-        mesh.replicate_axis.size if mesh.microbatches is None else 1
-    )  # in a tree all round alike
-    dtypes = Dtypes(*mp.dtypes_for(shard.dtype, replicas))
+    # In a tree all ranks round alike, however many of them are replicas.
+    replicas = 1 if mesh.microbatches is not None else mesh.replicate_axis.size
+    dtypes = mp.dtypes_for(shard.dtype, replicas)
     in_place = layout.world_size == 1 and dtypes.compute == shard.dtype and device == shard.device
     with torch.inference_mode(False), torch.no_grad():
         full = shard if in_place else torch.empty(layout.numel, dtype=dtypes.compute, device=device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.unwritten import Mark
+from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
 from fsdp_compose.buckets.build import make_bucket
 from fsdp_compose.buckets.entries import attributes_of
@@ -49,7 +49,7 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         for entry, local in zip(entries, given, strict=True):
             set_local(entry.param, local)
     waiting = [copied.entries[entry.index] for entry, _ in bucket.history.unready]
-    copied.history.unready = [(entry, Mark(entry.param)) for entry in waiting]
+    copied.history.unready = [(entry, UnwrittenMark(entry.param)) for entry in waiting]
     copied.history.emptied = bucket.history.emptied
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [copy_slot(slot, memo) for slot in old.slots if slot.module() is not None]

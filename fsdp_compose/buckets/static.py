@@ -27,7 +27,7 @@ class Place:
     nbytes: int
     memory: torch.Tensor | None = None
     user: weakref.ref[Any] | None = None
-    leases: list[weakref.ref[Lease]] = field(default_factory=list)
+    leases: list[weakref.ref[PlaceLease]] = field(default_factory=list)
 
     def part(self, start: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """Some of its bytes, as a tensor over a storage of its own."""
@@ -36,7 +36,7 @@ class Place:
                 self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             return from_dlpack(self.memory[start : start + nbytes])
 
-    def users(self) -> list[Lease]:
+    def users(self) -> list[PlaceLease]:
         """Those to whom parts of it are lent; what nobody keeps is free again."""
         found = [lease for ref in self.leases if (lease := ref()) is not None]
         self.leases = list(map(weakref.ref, found))
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(eq=False, repr=False)
-class Lease:
+class PlaceLease:
     """That a unit's gradients are in these bytes of a place, as long as somebody keeps it."""
 
     unit: weakref.ref[Any] | None
@@ -64,7 +64,7 @@ def place_full(bucket: Bucket, place: Place, start: int) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class Turns:
+class PlaceLender:
     """A bucket's part of places; lends it its unit's for its gradients, or another that is free.
 
     Attributes:
@@ -99,7 +99,7 @@ class Turns:
         span = range(self.start, self.start + nbytes)
         for place in self.places if bucket.mesh.gather_axis.size > 1 and nbytes else ():
             if span.stop <= place.nbytes and _is_free(place, bucket.users.unit, span):
-                lease = Lease(bucket.users.unit, span)
+                lease = PlaceLease(bucket.users.unit, span)
                 place.leases.append(weakref.ref(lease))
                 if place not in self.made:
                     memory = place.part(span.start, nbytes, bucket.mesh.device)

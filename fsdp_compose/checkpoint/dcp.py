@@ -39,7 +39,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     list_members,
     unchanged_by_errors,
 )
-from fsdp_compose.checkpoint.optimizer.read import Found, read_optim
+from fsdp_compose.checkpoint.optimizer.read import NamedState, read_optim
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.optimizer.write import (
     check_read,
@@ -57,7 +57,7 @@ from fsdp_compose.checkpoint.ranks import (
     groups_of,
 )
 from fsdp_compose.checkpoint.saving import Saving, start_saving
-from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.source import CheckpointSource
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name, list_names
@@ -130,7 +130,7 @@ def _save(
     check_names("save_checkpoint", module, group, everywhere=False)
     stages = find_stages("save_checkpoint", module, group, saves=True)
     claim_folder("save_checkpoint", path, group)
-    found: Found | None = None
+    found: NamedState | None = None
     call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
     stages.agree(describe_call("save_checkpoint", has_optim=optim is not None))
     with SharedErrors(group, facts=call):
@@ -165,7 +165,7 @@ def _save(
 
 
 def _collect_state(
-    module: nn.Module, found: Found | None, extra: object, stages: Stages
+    module: nn.Module, found: NamedState | None, extra: object, stages: Stages
 ) -> dict[str, Any]:
     """Collect what this rank saves: its own slices, and on the first rank what all ranks share."""
     state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
@@ -303,7 +303,7 @@ def _load(
         verify(root, metadata, slice(group.rank, None, group.size), verify_files)
     contents = contents_to_load(module)
     with SharedErrors(group), unless_replaced(root, total):
-        source = Source(root, metadata)
+        source = CheckpointSource(root, metadata)
         staged, unknown, left_out = _request_model(source, contents, strict, stages)
         targets = None if optim is None else list_members(module, optim)
         given = {} if targets is None else _request_optim(source, module, targets, stages)
@@ -332,7 +332,7 @@ def _load(
     return extra
 
 
-def _restore_hooks(module: nn.Module, source: Source, remembered: Any) -> str | None:
+def _restore_hooks(module: nn.Module, source: CheckpointSource, remembered: Any) -> str | None:
     """Give communication hooks what a checkpoint ``remembered``; says why they are not given it."""
     if comm_hooks.remembers(module):
         if remembered is None or not comm_hooks.restore(module, remembered):
@@ -349,7 +349,7 @@ def _restore_hooks(module: nn.Module, source: Source, remembered: Any) -> str | 
 
 
 def _request_model(
-    source: Source, contents: Contents, strict: bool, stages: Stages
+    source: CheckpointSource, contents: Contents, strict: bool, stages: Stages
 ) -> tuple[dict[str, str], dict[str, str], IncompatibleKeys]:
     """Request what fits the module.
 
@@ -386,7 +386,7 @@ def _describe_left_out(root: Path, left_out: IncompatibleKeys) -> str:
 
 
 def _request_optim(
-    source: Source, module: nn.Module, targets: Targets, stages: Stages
+    source: CheckpointSource, module: nn.Module, targets: Targets, stages: Stages
 ) -> dict[str, Any]:
     """Request optimizer state; give what was saved by name, with outlines for its tensors.
 
@@ -410,7 +410,7 @@ def _request_optim(
 
 
 def _fill_outlines(
-    state: Mapping[str, Mapping[str, Any]], source: Source
+    state: Mapping[str, Mapping[str, Any]], source: CheckpointSource
 ) -> dict[str, dict[str, Any]]:
     """Replace outlines by what was read, and drop what nobody asked for."""
     filled: dict[str, dict[str, Any]] = {}
@@ -423,7 +423,7 @@ def _fill_outlines(
     return filled
 
 
-def _extra_key(source: Source, group: Group, ranks: int | None = None) -> str | None:
+def _extra_key(source: CheckpointSource, group: Group, ranks: int | None = None) -> str | None:
     """Request this rank's ``extra``, or rank 0's when the number of ranks has changed.
 
     Args:
@@ -438,7 +438,7 @@ def _extra_key(source: Source, group: Group, ranks: int | None = None) -> str | 
     return key
 
 
-def _find_by_rank(source: Source, part: str) -> dict[str, str]:
+def _find_by_rank(source: CheckpointSource, part: str) -> dict[str, str]:
     """Keys of what each rank pickled; other programs may have saved other things in that place."""
     outlines = {path[-1]: source.outline(key) for path, key in source.below((part,)).items()}
     return {
@@ -448,7 +448,7 @@ def _find_by_rank(source: Source, part: str) -> dict[str, str]:
     }
 
 
-def _comm_hooks_key(source: Source, module: nn.Module, group: Group) -> str | None:
+def _comm_hooks_key(source: CheckpointSource, module: nn.Module, group: Group) -> str | None:
     """Request what this rank's communication hooks remembered, if as many ranks saved it."""
     saved = _find_by_rank(source, "comm_hooks")
     if len(saved) != group.size or not comm_hooks.remembers(module):

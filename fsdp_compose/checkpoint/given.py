@@ -16,7 +16,7 @@ from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded
 
 
-class Facts(NamedTuple):
+class GivenFacts(NamedTuple):
     """What must be the same on all ranks, or gathers in loading would hang, or weights be mixed.
 
     Each rank cuts its slices out of what it was given: two files would be stitched into one model.
@@ -34,7 +34,9 @@ class Facts(NamedTuple):
         )
 
 
-def facts_of(values: Mapping[str, Any], current: Mapping[str, Any]) -> Callable[[Group], Facts]:
+def facts_of(
+    values: Mapping[str, Any], current: Mapping[str, Any]
+) -> Callable[[Group], GivenFacts]:
     """What the ranks of a group compare of ``values``, which ``current`` takes.
 
     Parameters that fewer ranks hold, such as experts, have values of their own on other ranks, and
@@ -48,10 +50,10 @@ def facts_of(values: Mapping[str, Any], current: Mapping[str, Any]) -> Callable[
         if entry in fewer
     }
 
-    def over(group: Group) -> Facts:
+    def over(group: Group) -> GivenFacts:
         compared = {n: v for n, v in values.items() if n not in own or group.ranks in own[n]}
         gathers = sum(needs_gather(v, spec_or_none(current[n])) for n, v in compared.items())
-        return Facts(len(compared), gathers, _sample(compared, current))
+        return GivenFacts(len(compared), gathers, _sample(compared, current))
 
     return over
 

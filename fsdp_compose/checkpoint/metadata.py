@@ -95,7 +95,7 @@ def _unpickle(data: bytes) -> object:
                 raise pickle.UnpicklingError(f"it sets {changed} of the class {kind.__name__}")
 
 
-class Reader(FileSystemReader):
+class CheckedReader(FileSystemReader):
     """Reads tensors of a folder whose metadata was checked; never unpickles the metadata again."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:

@@ -30,7 +30,7 @@ from fsdp_compose.checkpoint.contents import (
     visit_full,
     without_our_hooks,
 )
-from fsdp_compose.checkpoint.given import Facts, facts_of, spec_or_none
+from fsdp_compose.checkpoint.given import GivenFacts, facts_of, spec_or_none
 from fsdp_compose.checkpoint.ranks import (
     device_of,
     groups_of,
@@ -334,7 +334,7 @@ class Matched:
     unexpected: list[str]
     problem: Exception | None
     local: dict[str, Any] | None = None  # raw shards that fit the model
-    facts: Callable[[Group], Facts] | None = None  # what must be the same on a group's ranks
+    facts: Callable[[Group], GivenFacts] | None = None  # what must be the same on a group's ranks
 
 
 def match(

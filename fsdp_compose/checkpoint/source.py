@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fsdp_compose.base.torch_private import load_checkpoint_plan
 from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts, place_of
 from fsdp_compose.checkpoint.files import METADATA, describe_failures
-from fsdp_compose.checkpoint.metadata import Reader, check_whole
+from fsdp_compose.checkpoint.metadata import CheckedReader, check_whole
 from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys, nested_key
 from fsdp_compose.checkpoint.plain_data import load_plain
 from fsdp_compose.checkpoint.values import show_whole, whole_shape
@@ -31,7 +31,7 @@ from fsdp_compose.sharded import is_sharded, tag
 KeyPath: TypeAlias = "tuple[Any, ...]"
 
 
-class Source:
+class CheckpointSource:
     """What a checkpoint has, by the path of each value in the dictionary that was saved.
 
     ``want`` says what to read and ``read`` reads all of it into ``values``, by flat key.
@@ -229,7 +229,7 @@ class Source:
         """
         if not self._wanted:
             return
-        reader = Reader(self.path, self.metadata)
+        reader = CheckedReader(self.path, self.metadata)
         try:
             load_checkpoint_plan(self._wanted, reader, None, 0, True, _Planner())
         except CheckpointException as error:

@@ -29,7 +29,7 @@ from fsdp_compose.checkpoint.formats.format import PlannedFile, Stored, plan_fil
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.full import MAX_FILE_BYTES
 from fsdp_compose.checkpoint.metadata import check_whole, manifests, read_metadata, verify
-from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.source import CheckpointSource
 from fsdp_compose.checkpoint.values import Outline
 from fsdp_compose.cli.errors import UserError
 from fsdp_compose.cli.progress import follow, say_all
@@ -179,7 +179,7 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
     """
     metadata, _ = read_metadata(source)
     verify(source, metadata, slice(None))
-    reader = Source(source, metadata)
+    reader = CheckpointSource(source, metadata)
     place = tuple(prefix.split(".")) if prefix else ()
     keys = {str(path[-1]): key for path, key in reader.below(place).items()}
     if not keys:
@@ -200,7 +200,9 @@ def to_full(source: Path, target: Path, prefix: str, max_file_bytes: int = MAX_F
         export.discard()
 
 
-def _write_file(file: PlannedFile, export: Export, reader: Source, keys: Mapping[str, str]) -> Sum:
+def _write_file(
+    file: PlannedFile, export: Export, reader: CheckpointSource, keys: Mapping[str, str]
+) -> Sum:
     """Write one file, a tensor at a time."""
     export.aside.mkdir(exist_ok=True)
     temporary = export.temporary(file)

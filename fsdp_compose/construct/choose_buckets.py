@@ -15,7 +15,7 @@ from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.construct.deterministic import check_weights, refuse_tensor_parallel
-from fsdp_compose.construct.plans import BucketPlan, Found, UnitPlan
+from fsdp_compose.construct.plans import BucketPlan, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import spread_work
@@ -49,8 +49,8 @@ def plan_buckets(
             check_meshes(item.parallel, item.names[0], plan.name, mesh, options.mesh)
     note_repeated(own, mesh, beside)
     for (storage, _, chosen), items in groups.items():
-        compute, reduce, *_ = chosen.dtypes_for(storage)
-        itemsize = min(storage.itemsize, compute.itemsize, reduce.itemsize)
+        dtypes = chosen.dtypes_for(storage)
+        itemsize = min(t.itemsize for t in (storage, dtypes.compute, dtypes.reduce))
         extents = [
             Extent(plan.full_name(i.names[0]), tuple(i.part.shape), _granularity_for(plan, i))
             for i in items
@@ -65,9 +65,9 @@ def plan_buckets(
 
 def _group_parameters(
     plan: UnitPlan, promised: set[int]
-) -> tuple[dict[_Kind, list[Found]], torch.device | None]:
+) -> tuple[dict[_Kind, list[ParameterPlan]], torch.device | None]:
     """The unit's own parameters by what a bucket has one of, and their device if there are any."""
-    groups: dict[_Kind, list[Found]] = {}
+    groups: dict[_Kind, list[ParameterPlan]] = {}
     devices: dict[torch.device, str] = {}
     options = plan.options
     for item in plan.found:
@@ -123,7 +123,7 @@ def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) ->
     return mesh
 
 
-def _check_nesting(plan: UnitPlan, item: Found) -> None:
+def _check_nesting(plan: UnitPlan, item: ParameterPlan) -> None:
     """Raise where the parameter belongs to a unit around the planned one, and is not tied."""
     entry = find_entry(item.param)
     bucket = owner_of(entry)
@@ -243,7 +243,7 @@ def precision_for(mp: MixedPrecisionLike, name: str, param: nn.Parameter) -> Mix
     return found or MixedPrecision()
 
 
-def _granularity_for(plan: UnitPlan, item: Found) -> Granularity:
+def _granularity_for(plan: UnitPlan, item: ParameterPlan) -> Granularity:
     chosen: Any = plan.options.granularity
     found = chosen(plan.full_name(item.names[0]), item.param) if callable(chosen) else chosen
     return 1 if found is None else cast(Granularity, found)

@@ -28,7 +28,7 @@ from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.deterministic import check_alike, check_number
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.construct.overlaps import check_overlaps
-from fsdp_compose.construct.plans import Found, Ignored, Options, UnitPlan
+from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.construct.wrap import Decide, Policy, matches_nothing, near, numel_of
 from fsdp_compose.core.state import find_state
@@ -375,7 +375,7 @@ def _walk(
 
 def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
     """Find the parameters of the unit: those of its modules that no other unit has."""
-    found: dict[int, Found] = {}
+    found: dict[int, ParameterPlan] = {}
     for position, module in enumerate(plan.modules):
         prefix = f"{position}." if len(plan.modules) > 1 else ""
         clean = name_cleaner(module)
@@ -390,7 +390,7 @@ def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
                 if param is None or id(param) in plan.ignored.params:
                     continue
                 check_dense(plan, name, submodule)
-                item = found.setdefault(id(param), Found(param))
+                item = found.setdefault(id(param), ParameterPlan(param))
                 item.names.append(prefix + clean(f"{name}.{key}" if name else key))
                 item.slots.append(Slot.of(submodule, key))
     taken.update(id(module) for module in plan.modules)

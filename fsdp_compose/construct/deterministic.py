@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.policy import MixedPrecision
-from fsdp_compose.construct.plans import Found, UnitPlan
+from fsdp_compose.construct.plans import ParameterPlan, UnitPlan
 from fsdp_compose.core.state import iter_units
 
 
@@ -66,7 +66,7 @@ def check_weights(
         )
 
 
-def refuse_tensor_parallel(plan: UnitPlan, item: Found) -> None:
+def refuse_tensor_parallel(plan: UnitPlan, item: ParameterPlan) -> None:
     """Raise where another split of a parameter decides how its gradient is added up.
 
     Raises:

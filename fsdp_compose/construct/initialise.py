@@ -28,7 +28,7 @@ from fsdp_compose.base.torch_private import (
     read_version,
     set_local_part,
 )
-from fsdp_compose.base.unwritten import Mark, is_unwritten, mark_unwritten
+from fsdp_compose.base.unwritten import UnwrittenMark, is_unwritten, mark_unwritten
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import find_holders, walk_named
 from fsdp_compose.construct.plans import UnitPlan
@@ -138,7 +138,7 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
                 makers[id(item.param)] = module
     for tensor in fresh.values():
         allocate(tensor, plan.options.device)
-    marks = {key: Mark(part_of(tensor)) for key, tensor in fresh.items()}
+    marks = {key: UnwrittenMark(part_of(tensor)) for key, tensor in fresh.items()}
     if isinstance(init_fn, Seeded):
         makers.update((key, init_fn.maker(key)) for key in makers if init_fn.knows(key))
     for maker in dict.fromkeys(makers.values()):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_compose.base.memory import Memory, memory_of, share_bytes
+from fsdp_compose.base.memory import StorageSpan, memory_of, share_bytes
 from fsdp_compose.base.torch_private import is_opaque
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.construct.names import name_cleaner
@@ -20,7 +20,7 @@ from fsdp_compose.sharded import is_sharded, part_of
 class _Place(NamedTuple):
     """A parameter or buffer, and the memory that it has, or had until it was sharded."""
 
-    memory: Memory
+    memory: StorageSpan
     order: int  # of registration
     name: str
     tensor: torch.Tensor
@@ -76,7 +76,7 @@ def _list_places(modules: Sequence[nn.Module]) -> list[_Place]:
     return list(found.values())
 
 
-def _find_memory(tensor: torch.Tensor) -> Memory | None:
+def _find_memory(tensor: torch.Tensor) -> StorageSpan | None:
     if is_sharded(tensor):
         entry = entry_of(tensor)  # None: of a copy of a part of a unit
         return None if entry is None else entry.origin

@@ -63,7 +63,7 @@ class Options:
 
 
 @dataclass
-class Found:
+class ParameterPlan:
     """A parameter to shard, and every place it is read from."""
 
     param: nn.Parameter
@@ -83,7 +83,7 @@ class BucketPlan:
 
     mesh: Mesh
     layout: Layout
-    found: list[Found]
+    found: list[ParameterPlan]
     storage_dtype: torch.dtype
     mp: MixedPrecision
 
@@ -153,7 +153,7 @@ class UnitPlan:
     options: Options
     is_named: bool = False  # ``name`` is the FQN of its one module, not a class name
     members: list[list[tuple[str, nn.Module]]] = field(default_factory=list)  # by module
-    found: list[Found] = field(default_factory=list)
+    found: list[ParameterPlan] = field(default_factory=list)
     buckets: list[BucketPlan] = field(default_factory=list)
     ignored: Ignored = Ignored()
 

@@ -25,7 +25,7 @@ from fsdp_compose.base.policy import MixedPrecision, Prefetch
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, make_streams
 from fsdp_compose.base.torch_private import graph_task_id, untraced
-from fsdp_compose.base.unwritten import Mark
+from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.buckets.bucket import Bucket, Entry, Slot
@@ -98,7 +98,9 @@ class Checks:
     """What the guards remember about a unit."""
 
     warned: set[str] = field(default_factory=set)
-    unready_buffers: list[tuple[str, Slot, Mark]] = field(default_factory=list)  # to be loaded
+    unready_buffers: list[tuple[str, Slot, UnwrittenMark]] = field(
+        default_factory=list
+    )  # to be loaded
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
     groupless: bool = False  # mesh=None meant this rank alone: there was no process group
     copies: int = 0  # deep copies made of it

@@ -22,7 +22,7 @@ GRADIENT_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class Member:
+class StaticUnit:
     """A unit that is gathered at a fixed address; units are in the order in which they run.
 
     Attributes:
@@ -54,11 +54,11 @@ class Turns:
         return self.buffer.count(buffer)
 
 
-def place_gathered(members: Sequence[Member]) -> Turns:
+def place_gathered(members: Sequence[StaticUnit]) -> Turns:
     """Which buffer each unit of one model is gathered into.
 
-    >>> blocks = [Member((1000,), (1000,)), Member((600,), (600,)), Member((900,), (900,))]
-    >>> place_gathered([*blocks, Member((90,), (90,), inside=frozenset({0, 1, 2}))])
+    >>> blocks = [StaticUnit((numel,), (numel,)) for numel in (1000, 600, 900)]
+    >>> place_gathered([*blocks, StaticUnit((90,), (90,), inside=frozenset({0, 1, 2}))])
     Turns(buffer=(0, 1, 0, 2), nbytes=(1024, 1024, 512))
     """
     contained = frozenset[int]().union(*(member.inside for member in members))
@@ -73,10 +73,11 @@ def place_gathered(members: Sequence[Member]) -> Turns:
     return _take_turns([m.gathered for m in members], group_of, lambda i: members[i].buffers)
 
 
-def place_packed(members: Sequence[Member]) -> Turns:
+def place_packed(members: Sequence[StaticUnit]) -> Turns:
     """Which buffer each unit of one model packs its gradients into, where none is in use.
 
-    >>> place_packed([Member((1000,), (0,)), Member((600,), (600,)), Member((900,), (900,))])
+    >>> first = StaticUnit((1000,), (0,))
+    >>> place_packed([first, StaticUnit((600,), (600,)), StaticUnit((900,), (900,))])
     Turns(buffer=(-1, 0, 1), nbytes=(1024, 1024))
     """
     return _take_turns([m.packed for m in members], lambda i: (), lambda i: GRADIENT_BUFFERS)
@@ -94,7 +95,7 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-def _height(members: Sequence[Member], position: int) -> int:
+def _height(members: Sequence[StaticUnit], position: int) -> int:
     """How many levels of units there are inside a unit."""
     inside = members[position].inside
     return 1 + max(_height(members, inner) for inner in inside) if inside else 0

@@ -54,7 +54,7 @@ class Experts:
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class StageRanks:
     """The ranks that hold the stages of a pipeline, and where this one's parameters are."""
 
     group: Group
@@ -92,17 +92,17 @@ def _explain_uneven(grad: Gradient, ranks: int, most: int, given: str) -> str:
     )
 
 
-def stages_of(ranks: Ranks | None, params: nn.Module | list[torch.Tensor]) -> Stages | None:
+def stages_of(ranks: Ranks | None, params: nn.Module | list[torch.Tensor]) -> StageRanks | None:
     """The ranks that hold the stages of a pipeline, one of which has ``params``."""
     if ranks is None:
         return None
     listed = params.parameters() if isinstance(params, nn.Module) else iter(params)
     device = next((param.device for param in listed), torch.device("cpu"))
-    return Stages(group_over(ranks, device), device)
+    return StageRanks(group_over(ranks, device), device)
 
 
 def compute_norm(
-    grads: list[Gradient], norm: Norm, experts: Experts | None, stages: Stages | None = None
+    grads: list[Gradient], norm: Norm, experts: Experts | None, stages: StageRanks | None = None
 ) -> torch.Tensor:
     """Powers of the local norms, summed over each group; a collective is a sum or a maximum."""
     order = norm.order
@@ -146,7 +146,7 @@ def compute_norm(
         return (total if math.isinf(order) else total.pow(1.0 / order)).to(result)
 
 
-def _add_stages(total: torch.Tensor, norm: Norm, stages: Stages) -> torch.Tensor:
+def _add_stages(total: torch.Tensor, norm: Norm, stages: StageRanks) -> torch.Tensor:
     """This stage's power, maximum or count, combined with those of the other stages."""
     what = f"take the norm of order {norm.order:g}{norm.use} of the gradients of all stages"
     return _combine_over_ranks(total.reshape(1), norm.order, stages.group, what).squeeze(0)
@@ -288,7 +288,7 @@ def _combine_over_ranks(
     return reduce_alike(numbers, group, "sum", what)
 
 
-def first_nonfinite(params: Params, expert_mesh: Ranks | None, stages: Stages | None) -> str:
+def first_nonfinite(params: Params, expert_mesh: Ranks | None, stages: StageRanks | None) -> str:
     """Name the first parameter whose gradient is not finite, on whatever rank."""
     found = collect_gradients(params, "clip_grad_norm_", joins=False)
     grads = sorted(found, key=_names_of)

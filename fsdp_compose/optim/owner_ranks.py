@@ -24,14 +24,14 @@ from fsdp_compose.comm.messages import describe_error, first_error
 from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarded, code_of
 from fsdp_compose.optim.matrices import Matrix
 
-Settings = list[dict[str, str]]
+GroupSettings = list[dict[str, str]]
 """By parameter group: its numbers by name, as text."""
 
 _MISSING = 3  # where a head tells which gradients are missing
 
 
 @dataclass(frozen=True)
-class Facts:
+class OwnerFacts:
     """What must be alike on all ranks of a group.
 
     Attributes:
@@ -41,7 +41,7 @@ class Facts:
     """
 
     kind: str
-    settings: Settings
+    settings: GroupSettings
     params: list[tuple[str, int, float]]
 
 
@@ -80,13 +80,13 @@ class Link:
 
 
 @dataclass(frozen=True, eq=False)
-class Links:
+class OwnerLinks:
     """All links, in one order on every rank; a copy of the optimizer has the same ones."""
 
     found: tuple[Link, ...]
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix]) -> Links:
+    def of(cls, matrices: Sequence[Matrix]) -> OwnerLinks:
         members: dict[tuple[int, Log | None, Group], list[int]] = {}
         for number, matrix in enumerate(matrices):
             for axis, group in enumerate(matrix.groups):
@@ -95,7 +95,7 @@ class Links:
         order = sorted(members, key=lambda link: (link[0], link[2].size, link[2].ranks))
         return cls(tuple(Link(key[1], key[2], members[key]) for key in order))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Links:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnerLinks:
         return self
 
     def meet(self, purpose: str, matrices: Sequence[Matrix] = ()) -> None:
@@ -123,7 +123,7 @@ class Links:
                 raise _failure(error) from None
             raise
 
-    def compare_settings(self, kind: str, mine: Settings) -> None:
+    def compare_settings(self, kind: str, mine: GroupSettings) -> None:
         """Raise on every rank where a group of the optimizer has other numbers on another rank."""
         for link in self.found:
             link.meet("compare settings", ())
@@ -140,21 +140,23 @@ class Links:
                     )
 
 
-def list_settings(groups: Sequence[dict[str, Any]]) -> Settings:
+def list_settings(groups: Sequence[dict[str, Any]]) -> GroupSettings:
     return [{k: repr(v) for k, v in g.items() if isinstance(v, int | float)} for g in groups]
 
 
-def compare_matrices(matrices: Sequence[Matrix], facts: Facts, problem: Exception | None) -> None:
+def compare_matrices(
+    matrices: Sequence[Matrix], facts: OwnerFacts, problem: Exception | None
+) -> None:
     """Raise on every rank what any rank found wrong, or that they were given different things.
 
     Args:
         facts: of all the matrices, in order; of none where there is a problem.
         problem: what this rank found.
     """
-    for link in Links.of(matrices).found:
+    for link in OwnerLinks.of(matrices).found:
         meet_to_call("owner_step", (link.group,))
         params = [facts.params[n] for n in link.members] if problem is None else []
-        mine = Facts(facts.kind, facts.settings, params)
+        mine = OwnerFacts(facts.kind, facts.settings, params)
         digest = hashlib.sha256(repr(mine).encode()).digest()
         found = gather_objects((describe_error(problem), digest), link.group, "owner_step")
         errors = [error for error, _ in found]
@@ -211,7 +213,7 @@ def _missing_gradient(missing: Sequence[Sequence[str]], ranks: Sequence[int]) ->
     )
 
 
-def _difference(facts: Sequence[Facts], ranks: Sequence[int]) -> ValueError | None:
+def _difference(facts: Sequence[OwnerFacts], ranks: Sequence[int]) -> ValueError | None:
     """The first difference between the facts of the ranks, if any."""
     for rank, other in zip(ranks, facts, strict=True):
         if other != facts[0]:
@@ -223,7 +225,7 @@ def _difference(facts: Sequence[Facts], ranks: Sequence[int]) -> ValueError | No
     return None
 
 
-def _describe_difference(mine: Facts, theirs: Facts, first: int, rank: int) -> str:
+def _describe_difference(mine: OwnerFacts, theirs: OwnerFacts, first: int, rank: int) -> str:
     if mine.kind != theirs.kind:
         return f"the optimizer is {mine.kind} on rank {first} and {theirs.kind} on rank {rank}"
     for number, (a, b) in enumerate(zip_longest(mine.params, theirs.params)):
@@ -238,7 +240,9 @@ def _describe_difference(mine: Facts, theirs: Facts, first: int, rank: int) -> s
     return found or f"rank {first} has other groups than rank {rank}"
 
 
-def _differing_setting(mine: Settings, theirs: Settings, first: int, rank: int) -> str | None:
+def _differing_setting(
+    mine: GroupSettings, theirs: GroupSettings, first: int, rank: int
+) -> str | None:
     for number, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         key = next((k for k in a if k in b and a[k] != b[k]), None)
         if key is not None:

@@ -29,7 +29,7 @@ from fsdp_compose.optim.matrices import (
     release_matrices,
     return_matrices,
 )
-from fsdp_compose.optim.owner_ranks import Facts, Links, compare_matrices, list_settings
+from fsdp_compose.optim.owner_ranks import OwnerFacts, OwnerLinks, compare_matrices, list_settings
 from fsdp_compose.optim.unread_matrices import RefuseReads
 
 Params: TypeAlias = "Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]"
@@ -146,7 +146,7 @@ class OwnerOptimizer(Optimizer):
         self._shown: list[dict[str, Any] | None] = []  # of each matrix, its state as it was shown
         super().__init__(params, {})
         self._build(make, work)
-        self._links = Links.of(self._matrices)
+        self._links = OwnerLinks.of(self._matrices)
         assign_owners(self._matrices, work)
         self.defaults = self.optimizer.defaults
         for matrix in self._matrices:
@@ -156,7 +156,7 @@ class OwnerOptimizer(Optimizer):
 
     def _build(self, make: Callable[[list[dict[str, Any]]], Optimizer], work: Work) -> None:
         """Make the matrices and the optimizer, on all ranks or on none."""
-        problem, facts = None, Facts("", [], [])
+        problem, facts = None, OwnerFacts("", [], [])
         try:
             for group in self.param_groups:
                 for param in group["params"]:
@@ -184,7 +184,7 @@ class OwnerOptimizer(Optimizer):
         _check_closure(optimizer)
         return optimizer
 
-    def _list_facts(self, work: Work) -> Facts:
+    def _list_facts(self, work: Work) -> OwnerFacts:
         groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
         costs = [work(matrix.shape) for matrix in self._matrices]
         for cost in costs:
@@ -195,7 +195,7 @@ class OwnerOptimizer(Optimizer):
         names = [matrix.name for matrix in self._matrices]
         params = list(zip(names, groups, costs, strict=True))
         settings = list_settings(self.optimizer.param_groups)
-        return Facts(type(self.optimizer).__qualname__, settings, params)
+        return OwnerFacts(type(self.optimizer).__qualname__, settings, params)
 
     def __getstate__(self) -> dict[str, Any]:
         # Matrices come first: their copies have the plain parameters of the optimizer's copy.

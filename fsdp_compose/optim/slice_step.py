@@ -37,7 +37,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.torch_stack import below_dispatch, count_modes
 from fsdp_compose.optim.state_cut import check_plain_steps, check_state
-from fsdp_compose.optim.step_plan import Plan, Recorder, survey
+from fsdp_compose.optim.step_plan import Recorder, StepPlan, list_inputs
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, ShardSpec, tag
 
 Hooked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
@@ -63,7 +63,7 @@ _ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
 
 _get_params = itemgetter("params")
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-_plans: WeakKeyDictionary[Optimizer, Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Optimizer, StepPlan] = WeakKeyDictionary()
 
 
 def hook_slice_step(optimizer: Optimizer) -> None:
@@ -120,7 +120,7 @@ def _step_slices(optimizer: Optimizer, args: Any, kwargs: Any) -> Hooked | None:
 
 def _take_step(optimizer: Optimizer, params: list[Any]) -> bool:
     """Take the step by the plan that an earlier one left, or as torch does; False if it cannot."""
-    found = survey(optimizer, params)
+    found = list_inputs(optimizer, params)
     plan = _plans.get(optimizer)
     if plan is not None and plan.fits(optimizer, found):
         state = plan.pick_state(found.values)

@@ -3,7 +3,7 @@
 ``_init_group`` of torch's optimizers asks one parameter after another for its gradient and looks up
 its state. A ``Recorder`` calls it, and sees which tensor goes where. As long as the optimizer has
 the same state, its parameters are the same, and gradients are there or missing as before, a
-``Plan`` then fills the lists without looking anything up. It consists of positions and keeps no
+``StepPlan`` then fills the lists without looking anything up. It consists of positions and keeps no
 tensor alive; where anything differs, torch is asked again.
 """
 
@@ -29,7 +29,7 @@ _get_spec = attrgetter("_shard_spec")
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class StepInputs:
     """What an optimizer has before a step.
 
     Attributes:
@@ -43,16 +43,16 @@ class Survey:
     values: list[Any]
 
 
-def survey(optimizer: Optimizer, params: list[Any]) -> Survey:
+def list_inputs(optimizer: Optimizer, params: list[Any]) -> StepInputs:
     """List what the step of an optimizer over ``params`` will look up."""
     with raw():
         grads = list(map(get_grad, params))
     states = list(optimizer.state.values())
     list_values = dict.values if set(map(type, states)) <= {dict} else methodcaller("values")
-    return Survey(params, grads, list(chain.from_iterable(map(list_values, states))))
+    return StepInputs(params, grads, list(chain.from_iterable(map(list_values, states))))
 
 
-def _outline(optimizer: Optimizer, found: Survey) -> list[object]:
+def _outline(optimizer: Optimizer, found: StepInputs) -> list[object]:
     """What a step depends on beside the tensors themselves."""
     return [
         _find_owners(optimizer.state, found.params),
@@ -92,7 +92,7 @@ def _pick(positions: list[int]) -> Pick:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """How the lists of a step are filled.
 
     Attributes:
@@ -114,7 +114,7 @@ class Plan:
     pick_state: Pick
     groups: list[tuple[Any, list[Pick]]]
 
-    def fits(self, optimizer: Optimizer, found: Survey) -> bool:
+    def fits(self, optimizer: Optimizer, found: StepInputs) -> bool:
         """Whether ``_init_group`` would fill the lists as it did, with the state that it had."""
         return (
             not self.gone
@@ -124,7 +124,7 @@ class Plan:
             and _outline(optimizer, found) == self.outline
         )
 
-    def fill(self, found: Survey) -> Callable[..., Any]:
+    def fill(self, found: StepInputs) -> Callable[..., Any]:
         """What a step calls in the place of ``_init_group``, once for each group in order."""
         items = [*found.params, *found.grads, *found.values]
         groups = iter(self.groups)
@@ -151,7 +151,7 @@ class Recorder:
         self.groups.append((answer, tuple(map(list, lists))))
         return answer
 
-    def plan(self, found: Survey) -> Plan | None:
+    def plan(self, found: StepInputs) -> StepPlan | None:
         """The plan for steps like the one that was taken; None where not all lists are known.
 
         Only where every parameter is sharded: the gradient of a plain one may be of any layout.
@@ -165,7 +165,7 @@ class Recorder:
         if not all(id(item) in at for item in chain(self.optimizer.state, found.values, listed)):
             return None
         gone: list[object] = []
-        return Plan(
+        return StepPlan(
             _outline(self.optimizer, found),
             list(map(_get_spec, found.params)),
             list(map(id, found.values)),

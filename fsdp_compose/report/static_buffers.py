@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp_compose.layout.static_buffers import Member, place_gathered, place_packed
+from fsdp_compose.layout.static_buffers import StaticUnit, place_gathered, place_packed
 from fsdp_compose.report.survey import Record, Survey
 
 
@@ -57,7 +57,7 @@ def _place(
     position = {id(record): i for i, record in enumerate(records)}
     buckets, lent = survey.buckets, {i for record in survey.records for i in record.borrowed}
     members = [
-        Member(
+        StaticUnit(
             gathered=tuple(buckets[i].full_bytes for i in record.held),
             packed=tuple(_packed_nbytes(survey, i) for i in record.held),
             inside=frozenset(position[id(inner)] for inner in inners),

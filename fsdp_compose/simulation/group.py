@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.base.process import here
-from fsdp_compose.simulation.network import Move, Part
+from fsdp_compose.simulation.network import Contribution, Move
 from fsdp_compose.simulation.reduce import combine, copy, name_of
 from fsdp_compose.simulation.store import WHERE
 from fsdp_compose.simulation.work import JoinedWork, SimulatedWork
@@ -118,7 +118,7 @@ class SimulatedGroup(_ProcessGroup):
         """Bring this rank's part to the group's next collective."""
         self.calls += 1
         key = (self.key, self.calls)
-        part = Part((kind, *agreed), sent, received)
+        part = Contribution((kind, *agreed), sent, received)
         exchange = self.network.post(key, self.own_rank, part, self._members(), move)
         given = getattr(opts, "timeout", None)
         seconds = given.total_seconds() if given is not None else -1.0
@@ -147,7 +147,7 @@ class SimulatedGroup(_ProcessGroup):
         exchange = self.network.post(
             (self.key, *key, count),
             0 if is_sender else 1,
-            Part(("message",), sent, received),
+            Contribution(("message",), sent, received),
             members,
             _move_message,
         )
@@ -161,7 +161,7 @@ class SimulatedGroup(_ProcessGroup):
         op = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts or dist.ReduceOp.SUM
         what = (name_of(op), *sizes(tensors))
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             for index in range(len(tensors)):
                 total = combine([parts[r].sent[index] for r in sorted(parts)], op)
                 for part in parts.values():
@@ -174,7 +174,7 @@ class SimulatedGroup(_ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         root, op = opts.rootRank, opts.reduceOp
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             total = combine([parts[r].sent[0] for r in sorted(parts)], op)
             copy(parts[root].received[0], total)
 
@@ -184,7 +184,7 @@ class SimulatedGroup(_ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         root = opts.rootRank
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             for rank, part in parts.items():
                 if rank != root:
                     copy(part.received[0], parts[root].sent[0])
@@ -207,7 +207,7 @@ class SimulatedGroup(_ProcessGroup):
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         flat = [tensor for part in outputs for tensor in part]
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             for part in parts.values():
                 for index, into in enumerate(part.received):
                     copy(into, parts[index // len(inputs)].sent[index % len(inputs)])
@@ -224,7 +224,7 @@ class SimulatedGroup(_ProcessGroup):
         root = opts.rootRank
         received = outputs[0] if outputs else []
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             for rank, into in enumerate(parts[root].received):
                 copy(into, parts[rank].sent[0])
 
@@ -234,7 +234,7 @@ class SimulatedGroup(_ProcessGroup):
         root = opts.rootRank
         sent = inputs[0] if inputs else []
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             for rank, part in parts.items():
                 copy(part.received[0], parts[root].sent[rank])
 
@@ -244,7 +244,7 @@ class SimulatedGroup(_ProcessGroup):
         sent = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             ranks = sorted(parts)
             totals = [combine([parts[r].sent[rank] for r in ranks], op) for rank in ranks]
             for rank in ranks:
@@ -267,7 +267,7 @@ class SimulatedGroup(_ProcessGroup):
     def _exchange_pieces(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> SimulatedWork:
-        def move(parts: dict[int, Part]) -> None:
+        def move(parts: dict[int, Contribution]) -> None:
             for rank, part in parts.items():
                 for source, into in enumerate(part.received):
                     copy(into, parts[source].sent[rank])
@@ -322,12 +322,12 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone() if waits else tensor
 
 
-def _move_message(parts: dict[int, Part]) -> None:
+def _move_message(parts: dict[int, Contribution]) -> None:
     for source, into in zip(parts[0].sent, parts[1].received, strict=True):
         copy(into, source)
 
 
-def _move_all_gather(parts: dict[int, Part]) -> None:
+def _move_all_gather(parts: dict[int, Contribution]) -> None:
     for part in parts.values():
         for rank, into in enumerate(part.received):
             copy(into, parts[rank].sent[0])

@@ -23,14 +23,14 @@ from fsdp_compose.simulation.faults import (
     RaiseError,
     RunOtherUnit,
 )
-from fsdp_compose.simulation.scheduler import Ended, Scheduler, Task
+from fsdp_compose.simulation.scheduler import Ended, RankThread, Scheduler
 
 AT_ONCE = 0.5
 """How often data moves as soon as it can."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Contribution:
     """What one rank brings to an exchange.
 
     Attributes:
@@ -43,17 +43,17 @@ class Part:
     received: Sequence[torch.Tensor]
 
 
-Move = Callable[[dict[int, Part]], None]
+Move = Callable[[dict[int, Contribution]], None]
 """Moves the data of an exchange, whose parts are given by rank in the group."""
 
 
 @dataclass(eq=False)
-class Exchange:
+class SimulatedExchange:
     """One message, or one collective: parts by rank in the group, until the data has moved."""
 
     members: tuple[int, ...]  # world ranks, by rank in the group, of those that take part
     move: Move
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Contribution] = field(default_factory=dict)
     is_complete: bool = False
     is_done: bool = False
     error: str = ""
@@ -83,7 +83,7 @@ class Network:
 
     def __init__(self, scheduler: Scheduler, size: int, faults: Sequence[Fault]) -> None:
         self.scheduler, self.size = scheduler, size
-        self.exchanges: dict[Hashable, Exchange] = {}
+        self.exchanges: dict[Hashable, SimulatedExchange] = {}
         self.channels: dict[str, Channel] = {}
         self.events: defaultdict[int, int] = defaultdict(int)  # begun, by rank
         self.faults: dict[tuple[int, int], list[Fault]] = {}
@@ -109,10 +109,10 @@ class Network:
         self,
         key: Hashable,
         place: int,
-        part: Part,
+        part: Contribution,
         members: tuple[int, ...],
         move: Move,
-    ) -> Exchange:
+    ) -> SimulatedExchange:
         """Bring ``part`` to the exchange ``key``, as the rank in place ``place`` of ``members``."""
         if self.rank in self.scheduler.killed:
             raise Ended
@@ -120,7 +120,7 @@ class Network:
         self.scheduler.may_switch()
         found = self.exchanges.get(key)
         if found is None:
-            found = self.exchanges[key] = Exchange(members, move)
+            found = self.exchanges[key] = SimulatedExchange(members, move)
             self._fail_if_gone(found)
 
         def arrive() -> None:
@@ -132,7 +132,7 @@ class Network:
             self.scheduler.after(later, arrive)
         return found
 
-    def wait(self, exchange: Exchange, purpose: str, seconds: float) -> None:
+    def wait(self, exchange: SimulatedExchange, purpose: str, seconds: float) -> None:
         """Return when the data of ``exchange`` is there.
 
         Raises:
@@ -154,7 +154,7 @@ class Network:
                 f"timed out after {seconds:g} s of the simulation's time waiting to {purpose}"
             )
 
-    def end(self, task: Task) -> None:
+    def end(self, task: RankThread) -> None:
         """What ``task``'s rank has not sent yet never comes, if it was the rank's last thread."""
         if any(other.rank == task.rank for other in self.scheduler.tasks):
             return
@@ -167,14 +167,16 @@ class Network:
         for exchange in list(self.exchanges.values()):
             self._fail_if_gone(exchange)
 
-    def _fail_if_gone(self, exchange: Exchange) -> None:
+    def _fail_if_gone(self, exchange: SimulatedExchange) -> None:
         if exchange.is_complete:
             return
         for place, rank in enumerate(exchange.members):
             if rank in self.gone and place not in exchange.parts:
                 exchange.error = f"connection closed: rank {rank} {self.gone[rank]}"
 
-    def _arrive(self, key: Hashable, exchange: Exchange, place: int, part: Part) -> None:
+    def _arrive(
+        self, key: Hashable, exchange: SimulatedExchange, place: int, part: Contribution
+    ) -> None:
         first = next(iter(exchange.parts), None)
         if first is not None and exchange.parts[first].what != part.what:
             exchange.error = (

@@ -49,7 +49,7 @@ class Flying(Protocol):
 
 
 @dataclass(eq=False)
-class Task:
+class RankThread:
     """A thread of a rank, and what it waits for; ``ready`` is None when it can run."""
 
     rank: int
@@ -74,19 +74,19 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.generator = random.Random(seed)
         self.now = 0.0
-        self.tasks: list[Task] = []
+        self.tasks: list[RankThread] = []
         self.threads: list[threading.Thread] = []  # that may still be ending
-        self.running: Task | None = None
+        self.running: RankThread | None = None
         self.flying: list[Flying] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.killed: set[int] = set()
         self.finished = threading.Event()
-        self.on_end: Callable[[Task], None] = lambda task: None
+        self.on_end: Callable[[RankThread], None] = lambda task: None
         self.stuck = ""  # where each rank stood when the first of them waited in vain
         self.switches = 0
         self.clock = Clock(now=lambda: self.now, sleep=self.sleep, thread=self.make_thread)
 
-    def start(self, task: Task, run: Callable[[], None]) -> None:
+    def start(self, task: RankThread, run: Callable[[], None]) -> None:
         """Let ``run`` be scheduled as ``task``, in a thread of its own."""
 
         def body() -> None:
@@ -124,7 +124,7 @@ class Scheduler:
     ) -> SimulatedThread:
         """As ``threading.Thread``: one of the rank that runs."""
         assert self.running is not None
-        return SimulatedThread(self, Task(self.running.rank, self.running.own, name), target)
+        return SimulatedThread(self, RankThread(self.running.rank, self.running.own, name), target)
 
     def sleep(self, seconds: float) -> None:
         self.wait(lambda: False, "", seconds)
@@ -185,7 +185,7 @@ class Scheduler:
                 found[task.rank] = f"{place}, waits{inner} to {task.purpose}"
         return dict(sorted(found.items()))
 
-    def _choose(self) -> Task | None:
+    def _choose(self) -> RankThread | None:
         """The next to run, after whatever the generator lets arrive before; None: all are over."""
         self.switches += 1
         while self.tasks:
@@ -218,7 +218,7 @@ class Scheduler:
             self.stuck = self.stuck or describe(self.positions())
             self.tasks[0].is_due = True
 
-    def _hand_over(self, task: Task | None, following: Task | None) -> None:
+    def _hand_over(self, task: RankThread | None, following: RankThread | None) -> None:
         """Pass the baton, and come back when it is here again."""
         if following is None:
             if task is not None:
@@ -238,7 +238,7 @@ class Scheduler:
 class SimulatedThread:
     """What ``threading.Thread`` is to a process: further work of a rank, which takes turns too."""
 
-    def __init__(self, scheduler: Scheduler, task: Task, target: Callable[[], Any]) -> None:
+    def __init__(self, scheduler: Scheduler, task: RankThread, target: Callable[[], Any]) -> None:
         self.scheduler, self.task, self.target = scheduler, task, target
 
     def start(self) -> None:

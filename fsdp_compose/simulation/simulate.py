@@ -22,7 +22,7 @@ from fsdp_compose.simulation import own
 from fsdp_compose.simulation.faults import Fault, RunOtherUnit
 from fsdp_compose.simulation.group import SimulatedGroup
 from fsdp_compose.simulation.network import Network
-from fsdp_compose.simulation.scheduler import Ended, Scheduler, Task, describe
+from fsdp_compose.simulation.scheduler import Ended, RankThread, Scheduler, describe
 from fsdp_compose.simulation.store import SimulatedStore
 
 P = ParamSpec("P")
@@ -155,7 +155,7 @@ class _Run:
         clock = self.scheduler.clock
         for rank in range(self.size):
             state = own.new_rank(rank, self.seed, clock, self.network)
-            task = Task(rank, state, f"rank {rank}")
+            task = RankThread(rank, state, f"rank {rank}")
             self.scheduler.start(task, self.run_rank)
         try:
             self.scheduler.run()
@@ -179,7 +179,7 @@ class _Run:
                 if dist.is_initialized() and rank not in self.scheduler.killed:
                     dist.destroy_process_group()
 
-    def end(self, task: Task) -> None:
+    def end(self, task: RankThread) -> None:
         """Note how a thread ended, and where the others stand if it is the first to fail."""
         failed = task.error is not None or task.rank in self.scheduler.killed
         if task.error is not None and not isinstance(task.error, Ended):

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.simulation.network import Exchange, Network
+from fsdp_compose.simulation.network import Network, SimulatedExchange
 
 
 class SimulatedWork(dist.Work):
     """What a call of a process group returns; it keeps itself alive until it is over."""
 
     def __init__(
-        self, network: Network, exchange: Exchange, purpose: str, seconds: float, outputs: list[Any]
+        self,
+        network: Network,
+        exchange: SimulatedExchange,
+        purpose: str,
+        seconds: float,
+        outputs: list[Any],
     ) -> None:
         super().__init__()
         self.network, self.exchange, self.purpose = network, exchange, purpose

@@ -18,7 +18,7 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.checkpoint import dcp, files, metadata
 from fsdp_compose.checkpoint.formats.safetensors import write_at
-from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.source import CheckpointSource
 
 from harness import run_ranks
 
@@ -260,7 +260,7 @@ def test_a_save_while_another_job_loads(
     tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says so, and the model is as it was; the next load is of the new one."""
-    homes: dict[str, Any] = {"manifests": metadata, "verify": dcp, "read": Source}
+    homes: dict[str, Any] = {"manifests": metadata, "verify": dcp, "read": CheckpointSource}
     for value in (2.0, 3.0):
         fc.save_checkpoint(tmp_path, model_of(value))
         model, real = model_of(0), getattr(homes[at], at)

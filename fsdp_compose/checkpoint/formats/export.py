@@ -137,7 +137,7 @@ class Export:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class StoredTensors:
     """The tensors that a folder, or a file, holds by name; nothing of them is read yet.
 
     Attributes:
@@ -180,7 +180,7 @@ class Found:
         return zlib.crc32(repr(known).encode(), total)
 
 
-def find_stored(path: Path, file_format: Format) -> Found:
+def find_stored(path: Path, file_format: Format) -> StoredTensors:
     """Every tensor below ``path``, a file or a folder with one file or an index.
 
     Raises:
@@ -218,12 +218,12 @@ def find_stored(path: Path, file_format: Format) -> Found:
     return found
 
 
-def _of_file(file: Path, file_format: Format) -> Found:
+def _of_file(file: Path, file_format: Format) -> StoredTensors:
     tensors = dict(file_format.read(file))
-    return Found(tensors, dict.fromkeys(tensors, file), {})
+    return StoredTensors(tensors, dict.fromkeys(tensors, file), {})
 
 
-def _of_index(index: Path, file_format: Format) -> Found:
+def _of_index(index: Path, file_format: Format) -> StoredTensors:
     weight_map = json_of(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise RuntimeError(f"{index}: damaged: it has no 'weight_map'.")
@@ -232,7 +232,7 @@ def _of_index(index: Path, file_format: Format) -> Found:
             check_relative(name)
         except ValueError as error:
             raise RuntimeError(f"{index}: damaged: where {key!r} lies, {error}.") from error
-    found = Found({}, {}, {})
+    found = StoredTensors({}, {}, {})
     for name in sorted(set(weight_map.values())):
         for key, stored in file_format.read(index.parent / name).items():
             if weight_map.get(key) == name:

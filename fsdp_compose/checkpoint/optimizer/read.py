@@ -113,7 +113,7 @@ def optim_state_dict(
     return _restore_containers(result)
 
 
-def read_optim(module: nn.Module, optim: OptimLike) -> Found:
+def read_optim(module: nn.Module, optim: OptimLike) -> NamedState:
     """Read what ``kind="sharded"`` gives, with every tensor under a key of its own."""
     return _collect(_read_holdings(module, optim))
 
@@ -133,7 +133,7 @@ class _Holding:
 
 
 @dataclass
-class Found:
+class NamedState:
     """State by name, and what the names stand for."""
 
     result: dict[str, Any]
@@ -225,10 +225,10 @@ def describe_object(optim: str, key: Any, name: str, value: Any) -> str:
     )
 
 
-def _collect(holdings: list[_Holding]) -> Found:
+def _collect(holdings: list[_Holding]) -> NamedState:
     """Merge the state of all optimizers by name; cut state is live slices."""
     state: dict[str, dict[str, Any]] = {}
-    found = Found({"state": state, "param_groups": []})
+    found = NamedState({"state": state, "param_groups": []})
     for holding in holdings:
         for member, values in holding.held:
             found.parts.update((part.name, part) for part in member.parts)
@@ -254,7 +254,7 @@ def _check_alone(extra: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             )
 
 
-def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
+def _collect_on_all(module: nn.Module, optim: OptimLike) -> NamedState:
     """Read and merge state so that every rank has the same, or every rank raises; a collective."""
     groups = meet_in("optim_state_dict", module)
     holdings: list[_Holding] = []
@@ -267,7 +267,7 @@ def _collect_on_all(module: nn.Module, optim: OptimLike) -> Found:
             for theirs in gather_objects(rows_here, group, "optim_state_dict"):
                 for holding, rows in zip(holdings, theirs, strict=False):
                     holding.rows |= rows
-    found = Found({})
+    found = NamedState({})
     with SharedErrors(*groups, what="optim_state_dict"):
         found = _collect(holdings)
     state = found.result["state"]
@@ -336,7 +336,7 @@ def _find_place(spec: ShardSpec) -> tuple[object, ...]:
     return () if spec.parallel is None else spec.parallel.key
 
 
-def _gather_full(module: nn.Module, found: Found, wanted: StateDictType) -> dict[str, Any]:
+def _gather_full(module: nn.Module, found: NamedState, wanted: StateDictType) -> dict[str, Any]:
     """Gather one kind of state of one bucket at a time, in the order of the model."""
     keep = not wanted.rank0_only or is_first(module)
     sharded, parts = found.result["state"], found.parts

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from fsdp_compose.base.unwritten import Mark
+from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.copies import copy_bucket, copy_slot
 from fsdp_compose.comm.grad_bucket import has_state
@@ -40,7 +40,9 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
     twin.checks.groupless = unit.checks.groupless
     for name, slot, _ in unit.checks.unready_buffers:
         place = copy_slot(slot, memo)
-        twin.checks.unready_buffers.append((name, place, Mark(place.values.get(place.name))))
+        twin.checks.unready_buffers.append(
+            (name, place, UnwrittenMark(place.values.get(place.name)))
+        )
     for ref in unit.checks.left_alone.values():
         ignored = memo.get(id(ref()))
         if ignored is not None:

@@ -20,7 +20,7 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, group_of, with_transport
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.base.unwritten import Mark
+from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.build import make_bucket, place_parameters
 from fsdp_compose.buckets.gradients import make_grad_buffer
@@ -72,7 +72,7 @@ def copy_moved_parameters(bucket: Bucket) -> None:
         bucket.residence.emptied = False
         bucket.history.emptied = not waiting or bucket.history.emptied
         waiting = list(bucket.entries)
-    bucket.history.unready = [(entry, Mark(entry.param)) for entry in waiting]
+    bucket.history.unready = [(entry, UnwrittenMark(entry.param)) for entry in waiting]
     if bucket.history.mirror is not None:
         # An optimizer over those tensors may step before the next backward.
         bucket.history.mirror.settle(converted=True)

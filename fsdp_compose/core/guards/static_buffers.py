@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Phase
-from fsdp_compose.buckets.static import Place, Turns, place_full
+from fsdp_compose.buckets.static import Place, PlaceLender, place_full
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit, iter_units
-from fsdp_compose.layout.static_buffers import Member, offsets, place_gathered, place_packed
+from fsdp_compose.layout.static_buffers import StaticUnit, offsets, place_gathered, place_packed
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Choice:
 
     place: Place | None
     lenders: list[Place]
-    members: list[Member]
+    members: list[StaticUnit]
 
 
 class StaticWork(EngineWork):
@@ -134,7 +134,7 @@ class StaticWork(EngineWork):
             if _gathered_nbytes(bucket):
                 with streams.on(streams.gather):  # which alone writes there
                     place_full(bucket, place, start)
-                bucket.static = Turns(choice.lenders, pack)
+                bucket.static = PlaceLender(choice.lenders, pack)
         for user in readers:
             user.links.standing = None  # a graph over them sees that they were written
         self.homes[unit] = place
@@ -169,11 +169,11 @@ def static_units_around(unit: Unit) -> list[Unit]:
     return [*inside[root], root]
 
 
-def describe(units: Sequence[Unit]) -> list[Member]:
+def describe(units: Sequence[Unit]) -> list[StaticUnit]:
     """What decides which buffers the units have."""
     position = {unit: i for i, unit in enumerate(units)}
     return [
-        Member(
+        StaticUnit(
             gathered=tuple(map(_gathered_nbytes, unit.buckets)),
             packed=tuple(map(_packed_nbytes, unit.buckets)),
             inside=frozenset(position[u] for u in _units_inside(unit) if u in position),
