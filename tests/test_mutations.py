@@ -364,7 +364,7 @@ def check_emptied(rank: int) -> None:
 
 
 def wait_in_silence() -> None:
-    waiting.tell = lambda wait, now: None
+    waiting.log_missing = lambda wait, now: None
 
 
 def check_told(rank: int) -> None:

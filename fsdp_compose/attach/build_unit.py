@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.attach.entrances import ANSWERS, attach
+from fsdp_compose.attach.entrances import ANSWERS, attach_entrances
 from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.group import SELF
 from fsdp_compose.base.memory import memory_of
@@ -26,7 +26,7 @@ from fsdp_compose.buckets.entries import find_entry, rename_entry
 from fsdp_compose.comm.collectives import open_segments
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
-from fsdp_compose.construct.initialise import broadcast, initialise, require_filled
+from fsdp_compose.construct.initialise import broadcast_tensors, initialise, require_filled
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.autograd import EngineWork
@@ -84,10 +84,10 @@ def initialise_values(plan: UnitPlan, meta: MetaValues) -> list[Value]:
     if plan.options.init == "broadcast":
         left.difference_update(id(value.tensor) for value in values if not _is_source(value))
         for mesh in dict.fromkeys(value.mesh for value in values if value.mesh is not None):
-            broadcast([value.tensor for value in values if value.mesh == mesh], mesh)
+            broadcast_tensors([value.tensor for value in values if value.mesh == mesh], mesh)
         for group in {g.ranks: g for value in values for g in value.repeated}.values():
             alike = [value.tensor for value in values if group in value.repeated]
-            broadcast(alike, Mesh(group, SELF, plan.buckets[0].mesh.device))
+            broadcast_tensors(alike, Mesh(group, SELF, plan.buckets[0].mesh.device))
     try:
         require_filled(plan, left)
     except ValueError as error:
@@ -142,7 +142,7 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
     )
     for module in plan.modules:
         module.__dict__[STATE_KEY] = _FSDPState(unit, {})
-        attach(module, plan.options.methods)
+        attach_entrances(module, plan.options.methods)
     remember(unit)
     if is_static(unit):
         use_static_buffers(unit.engine)

@@ -10,10 +10,10 @@ from torch import nn
 
 from fsdp_compose.base.process import once
 from fsdp_compose.checkpoint.state_dict_hooks import attach_state_dict, detach_state_dict
-from fsdp_compose.core import hooks
 from fsdp_compose.core.guards import parted_gradients
 from fsdp_compose.core.guards.added_parameters import watch_registrations
 from fsdp_compose.core.guards.methods import attach_methods, detach_methods
+from fsdp_compose.core.hooks import attach_hooks, detach_hooks
 from fsdp_compose.optim import clip
 from fsdp_compose.optim.step_guard import guard_steps
 from fsdp_compose.scopes import chosen_gradients, unreduced
@@ -36,7 +36,7 @@ ANSWERS: dict[Callable[..., Any], Handler] = {
 """Functions of torch, and one of our own, on sharded tensors that their unit answers."""
 
 
-def attach(module: nn.Module, methods: Sequence[str]) -> None:
+def attach_entrances(module: nn.Module, methods: Sequence[str]) -> None:
     """Let a unit's module gather around ``methods``, and its state dicts be sharded.
 
     The first call in a process also has the steps of all optimizers checked, and what becomes part
@@ -44,14 +44,14 @@ def attach(module: nn.Module, methods: Sequence[str]) -> None:
     """
     once(guard_steps)
     once(watch_registrations)
-    hooks.attach(module)
+    attach_hooks(module)
     attach_methods(module, methods)
     attach_state_dict(module)
 
 
-def detach(module: nn.Module) -> None:
-    """Remove from a unit's module, or from a copy of it, what ``attach`` and switches added."""
-    hooks.detach(module)
+def detach_entrances(module: nn.Module) -> None:
+    """Remove what ``attach_entrances`` and switches added, from a copy of the module too."""
+    detach_hooks(module)
     detach_methods(module)
     detach_traced(module)
     detach_state_dict(module)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fsdp_compose.attach.entrances import detach
+from fsdp_compose.attach.entrances import detach_entrances
 from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.torch_private import give_leaf_hooks, raw, take_leaf_hooks
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -97,7 +97,7 @@ def _restore_units(units: Sequence[Unit]) -> None:
             member = ref()
             if member is not None:
                 state = member.__dict__.pop(STATE_KEY)
-                detach(member)
+                detach_entrances(member)
                 convert_buffers(member, state.buffer_dtypes, unit.mp, back=True)
         unit.engine.units.discard(unit)
         for other in unit.engine.units:

@@ -34,14 +34,14 @@ class GatherCodec:
 
     def __repr__(self) -> str:
         """By the names of its functions, which ranks compare."""
-        return f"GatherCodec({name_of(self.encode)}, {name_of(self.decode)})"
+        return f"GatherCodec({name_function(self.encode)}, {name_function(self.decode)})"
 
     def __post_init__(self) -> None:
         check_function("GatherCodec", "encode", self.encode, "(shard)")
         check_function("GatherCodec", "decode", self.decode, "(encoded, into)")
 
 
-def name_of(function: object) -> str:
+def name_function(function: object) -> str:
     """The name of a function as it is written, the same on every rank."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 

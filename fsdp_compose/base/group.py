@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.base.arguments import check_function
-from fsdp_compose.base.codec import name_of
+from fsdp_compose.base.codec import name_function
 
 Op: TypeAlias = Literal["sum", "max", "min", "product"]
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -153,7 +153,7 @@ class Transport:
     def __repr__(self) -> str:
         """By the names of its functions, which ranks compare."""
         functions = [getattr(self, name) for name in _NEEDED]
-        return f"Transport({', '.join(map(name_of, functions))})"
+        return f"Transport({', '.join(map(name_function, functions))})"
 
 
 _NEEDED = ("gather", "reduce_scatter", "all_reduce", "exchange")

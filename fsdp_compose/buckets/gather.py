@@ -47,7 +47,7 @@ def channels_of(bucket: Bucket) -> list[Group]:
     return [group for group in groups if group is not None and group.pg is not None]
 
 
-def purpose_of(bucket: Bucket) -> str:
+def gather_purpose(bucket: Bucket) -> str:
     """What gathering the bucket is for, as errors say it."""
     return f"gather unit {bucket.entries[0].spec.unit!r}"
 
@@ -58,7 +58,7 @@ def start_fills(buckets: Sequence[Bucket]) -> None:
     Gathers that no messages between pairs of ranks go ahead of are started together.
     """
     if count_modes():
-        refuse_fakes(purpose_of(buckets[0]))
+        refuse_fakes(gather_purpose(buckets[0]))
     plans: list[comm.GatherPlan] | None = [] if len(buckets) > 1 else None
     for bucket in buckets:
         storage, views = bucket.full.untyped_storage(), bucket.views
@@ -94,13 +94,13 @@ def start_fills_on(streams: Streams, buckets: Sequence[Bucket]) -> None:
 
     issue(streams, streams.gather, "gather", first, first.views.nbytes, work)
     for bucket in buckets if first.fill.mark is not None else ():
-        waiting.watch_mark(purpose_of(bucket), bucket.mesh.shard.ranks, bucket.fill.mark)
+        waiting.watch_mark(gather_purpose(bucket), bucket.mesh.shard.ranks, bucket.fill.mark)
 
 
 def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
     """Start filling ``full`` between pairs of ranks, or return a gather that is to be started."""
     views, inner, group = bucket.views, bucket.inner, bucket.mesh.shard
-    purpose, caller, codec = purpose_of(bucket), bucket.users.caller, bucket.mp.gather_codec
+    purpose, caller, codec = gather_purpose(bucket), bucket.users.caller, bucket.mp.gather_codec
     whole, parts, own, decode = views.whole_bytes, views.part_bytes, views.shard_bytes, None
     sent = _find_sent_copy(bucket)
     if inner is not None and _is_stored(bucket, inner):
@@ -179,7 +179,7 @@ def _is_stored(bucket: Bucket, inner: Inner) -> bool:
         parts = cut_by_rank(inner.store.view(torch.uint8), inner.source.size)
         own = cut_by_rank(inner.store, inner.source.size)[inner.source.rank]
         own.copy_(bucket.stored, non_blocking=True)
-        purpose = f"{purpose_of(bucket)} over the replicas"
+        purpose = f"{gather_purpose(bucket)} over the replicas"
         part = parts[inner.source.rank]
         whole = inner.store.view(torch.uint8)
         comm.gather_parts(whole, parts, part, inner.source, purpose, bucket.users.caller).wait()
@@ -277,7 +277,7 @@ def gather_flat(
         if codec is not None and group.pg:
             into = cut_by_rank(full, group.size)
             whole, parts, decode = encode_parts(shard, into, codec, group)
-        part, purpose, caller = parts[group.rank], purpose_of(bucket), bucket.users.caller
+        part, purpose, caller = parts[group.rank], gather_purpose(bucket), bucket.users.caller
         if call:
             purpose, caller = f"{purpose} for {call}", None
             meet_alone(group, purpose)

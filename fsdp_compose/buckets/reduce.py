@@ -11,7 +11,7 @@ from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
 
 
-def purpose_of(bucket: Bucket) -> str:
+def reduce_purpose(bucket: Bucket) -> str:
     """What reducing the bucket is for, as errors say it."""
     return f"reduce gradients of unit {bucket.entries[0].spec.unit!r}"
 
@@ -26,7 +26,7 @@ def plan_scatter(bucket: Bucket) -> comm.ReducePlan | None:
         and bucket.mesh.microbatches is None
     ):
         group = bucket.mesh.gather_axis
-        buffer.plan = comm.plan_reduce(buffer.flat, buffer.parts, group, purpose_of(bucket))
+        buffer.plan = comm.plan_reduce(buffer.flat, buffer.parts, group, reduce_purpose(bucket))
     return buffer.plan
 
 
@@ -46,7 +46,7 @@ def start_scatter(
         flat,
         buffer.parts,
         bucket.mesh.gather_axis,
-        purpose_of(bucket),
+        reduce_purpose(bucket),
         bucket.users.caller,
         used,
         before,
@@ -58,7 +58,7 @@ def start_scatter(
 def sum_over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> torch.Tensor:
     """This rank's part of the sum over the replicas, each of which summed over its own ranks."""
     mesh, caller, in_tree = bucket.mesh, bucket.users.caller, bucket.mesh.microbatches is not None
-    axis, purpose = mesh.replicate_axis, f"{purpose_of(bucket)} over the replicas"
+    axis, purpose = mesh.replicate_axis, f"{reduce_purpose(bucket)} over the replicas"
     if mesh.axes is None:
         return comm.sum_replicas(grad, axis, purpose, caller, used, in_tree)
     parts = cut_by_rank(grad, axis.size)

@@ -43,7 +43,7 @@ def _is_cut(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def place_of(text: str) -> Place:
+def read_place(text: str) -> Place:
     """Read a place that ``find_containers`` wrote.
 
     Raises:

@@ -79,7 +79,7 @@ class Contents:
 
 def contents_of(module: nn.Module) -> Contents:
     """Walk ``module`` as its own ``state_dict`` does; parameters are leaves even while gathered."""
-    require_written(units_holding(module))
+    refuse_writeback(units_holding(module))
     with without_our_hooks():
         native = module.state_dict(keep_vars=True)
     check_declared(native)
@@ -171,7 +171,7 @@ def require_released(what: str, module: nn.Module) -> None:
         )
 
 
-def require_written(units: Iterable[Unit]) -> None:
+def refuse_writeback(units: Iterable[Unit]) -> None:
     """Raise inside ``gathered(writeback=True)``, whose edits are not in the slices yet.
 
     Raises:
@@ -209,7 +209,7 @@ def visit_full(
     for bucket, inside in by_bucket.values():
         flat = gather_bucket(bucket, shard_of(bucket))
         for leaf in inside:
-            visit(leaf, view_full(bucket, flat, find_entry(leaf).index))
+            visit(leaf, view_parameter(bucket, flat, find_entry(leaf).index))
         del flat
 
 
@@ -220,7 +220,7 @@ def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         return gather_flat(bucket, shard, shard.dtype, "a state dict")
 
 
-def view_full(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
+def view_parameter(bucket: Bucket, flat: torch.Tensor, index: int) -> torch.Tensor:
     """View parameter ``index`` in a gathered flat tensor; assemble it if it was split."""
     spec = bucket.entries[index].spec
     part = flat.as_strided(spec.shape, spec.stride, spec.offset)

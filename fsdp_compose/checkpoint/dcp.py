@@ -49,8 +49,8 @@ from fsdp_compose.checkpoint.optimizer.write import (
 )
 from fsdp_compose.checkpoint.plain_data import is_constant, warn_of_objects
 from fsdp_compose.checkpoint.ranks import (
-    attend_call,
-    begin_call,
+    attend_meeting,
+    begin_checkpoint_call,
     check_names,
     claim_folder,
     describe_call,
@@ -114,7 +114,7 @@ def save_checkpoint(
     """
     check_flag("save_checkpoint", "asynchronous", asynchronous)
     check_flag("save_checkpoint", "checksum", checksum)
-    with begin_call("save_checkpoint", path, module, process_group, timeout) as group:
+    with begin_checkpoint_call("save_checkpoint", path, module, process_group, timeout) as group:
         return _save(Path(path).absolute(), module, optim, extra, group, asynchronous, checksum)
 
 
@@ -158,7 +158,7 @@ def _save(
         return Saving()
 
     def write_in_thread() -> None:
-        with attend_call(group):
+        with attend_meeting(group):
             write_checkpoint(state, writer, group)
 
     return start_saving(path, write_in_thread)
@@ -274,7 +274,7 @@ def load_checkpoint(
     """
     check_flag("load_checkpoint", "strict", strict)
     check_flag("load_checkpoint", "verify_files", verify_files)
-    with begin_call("load_checkpoint", path, module, process_group, timeout) as group:
+    with begin_checkpoint_call("load_checkpoint", path, module, process_group, timeout) as group:
         return _load(Path(path), module, optim, strict, verify_files, group)
 
 

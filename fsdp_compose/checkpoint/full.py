@@ -32,7 +32,7 @@ from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Sto
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes, write
 from fsdp_compose.checkpoint.ranks import (
-    begin_call,
+    begin_checkpoint_call,
     check_names,
     claim_folder,
     describe_call,
@@ -90,7 +90,7 @@ def save_full(
     _check_format("save_full", format)
     wanted = "a number of bytes, 1 or more"
     check_positive("save_full", "max_file_bytes", max_file_bytes, wanted)
-    with begin_call("save_full", path, module, process_group, timeout) as group:
+    with begin_checkpoint_call("save_full", path, module, process_group, timeout) as group:
         with _saving(Path(path)):  # there may be no working directory any more
             root = Path(path).absolute()
         _save(root, module, format, max_file_bytes, dtype, group)
@@ -315,7 +315,7 @@ def load_full(
     _check_format("load_full", format)
     check_flag("load_full", "strict", strict)
     check_flag("load_full", "verify_files", verify_files)
-    with begin_call("load_full", path, module, process_group, timeout) as group:
+    with begin_checkpoint_call("load_full", path, module, process_group, timeout) as group:
         return _load(Path(path), module, format, strict, verify_files, group)
 
 

@@ -36,7 +36,7 @@ def named_units(module: nn.Module) -> Iterator[tuple[str, Unit]]:
             yield prefixes.get(id(state.unit.modules[0]()), prefix), state.unit
 
 
-def require_units(module: nn.Module) -> None:
+def require_whole_buckets(module: nn.Module) -> None:
     """Raise where a parameter in ``module`` lies in the shard of a unit that is not in it.
 
     Raises:
@@ -53,7 +53,7 @@ def require_units(module: nn.Module) -> None:
             )
 
 
-def describe(unit: Unit) -> dict[str, Any]:
+def describe_layout(unit: Unit) -> dict[str, Any]:
     """The layout of a unit in plain data; equal exactly where local shards fit."""
     return {
         "version": 1,
@@ -85,14 +85,14 @@ def _list_parts(bucket: Bucket) -> dict[str, Any]:
 
 def local_values(unit: Unit) -> dict[str, Any]:
     """The unit's raw shards and their layout; shards are live, and sharded tensors themselves."""
-    values: dict[str, Any] = {LAYOUT: describe(unit)}
+    values: dict[str, Any] = {LAYOUT: describe_layout(unit)}
     for index, bucket in enumerate(unit.buckets):
         name = f"{SHARD}{index}"
-        values[name] = tag(shard_of(bucket).detach(), flat_spec(bucket, name))
+        values[name] = tag(shard_of(bucket).detach(), bucket_spec(bucket, name))
     return values
 
 
-def flat_spec(bucket: Bucket, name: str) -> ShardSpec:
+def bucket_spec(bucket: Bucket, name: str) -> ShardSpec:
     """The bucket's flat buffer as a parameter of shape ``(layout.numel,)``."""
     first = bucket.entries[0].spec
     return dataclasses.replace(
@@ -134,7 +134,7 @@ _ADVICE = (
 
 
 def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
-    mine, theirs = describe(unit), incoming[f"{prefix}{LAYOUT}"]
+    mine, theirs = describe_layout(unit), incoming[f"{prefix}{LAYOUT}"]
     name = prefix.rstrip(".") or unit.name
     if not isinstance(theirs, dict):
         raise TypeError(f"local state of unit {name!r}: layout is a {type(theirs).__name__}")

@@ -132,7 +132,7 @@ def state_dict(
             if isinstance(value, Tensor):
                 result[name] = show_whole(value) if is_sharded(value) else value.detach()
     else:
-        local.require_units(module)
+        local.require_whole_buckets(module)
         for name, value in contents.values.items():
             if is_sharded(value):
                 del result[name]

@@ -1,6 +1,6 @@
 """Ranks meet before they save or load: one that never comes is named, and no other hangs.
 
-``attend_call`` is the scope of a call that all ranks have begun: when one leaves it with an error,
+``attend_meeting`` is the scope of a call that all ranks have begun: when one leaves with an error,
 those that still wait in it raise that error instead of waiting until a timeout.
 """
 
@@ -133,13 +133,13 @@ def meet_ranks(
         known[ranks] = gloo_group(key, me, len(ranks), patience)
     group = Group(known[ranks], me, len(ranks), "gloo", ranks, what, f"{key}/left")
     if is_new:  # a rank that leaves with an error would end it for those that still connect
-        with attend_call(group):
+        with attend_meeting(group):
             gather_objects(None, group)
     return group
 
 
 @contextlib.contextmanager
-def begin_call(
+def begin_checkpoint_call(
     what: str,
     path: object,
     module: nn.Module,
@@ -157,7 +157,7 @@ def begin_call(
     check_process_group(what, process_group)
     check_timeout(what, timeout)
     group = meet_ranks(what, module, process_group, timeout)
-    with attend_call(group):
+    with attend_meeting(group):
         yield group
 
 
@@ -192,7 +192,7 @@ def _world() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def attend_call(group: Group) -> Iterator[None]:
+def attend_meeting(group: Group) -> Iterator[None]:
     """Scope of a call that ``meet_ranks`` began: if one rank leaves early, the others raise why."""
     try:
         with messages.attend_call(group):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compose.base.torch_private import load_checkpoint_plan
-from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts, place_of
+from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts, read_place
 from fsdp_compose.checkpoint.files import METADATA, describe_failures
 from fsdp_compose.checkpoint.metadata import CheckedReader, check_whole
 from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys, nested_key
@@ -61,7 +61,7 @@ class CheckpointSource:
         for path, key in paths.items():
             if path[:1] == (OBJECTS,) and len(path) == 2:
                 try:
-                    found[place_of(path[1])] = key
+                    found[read_place(path[1])] = key
                 except (TypeError, ValueError, RecursionError) as error:
                     raise RuntimeError(f"{self.path / METADATA}: damaged: {error}.") from error
         return found

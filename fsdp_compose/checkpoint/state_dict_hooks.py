@@ -26,7 +26,7 @@ from fsdp_compose.checkpoint.contents import (
     are_our_hooks_off,
     changes_keys_on_load,
     copy_tensor,
-    require_written,
+    refuse_writeback,
     slots_to_load,
     visit_full,
 )
@@ -164,7 +164,7 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
             elif unit.entries[index].spec.parallel is not None:
                 state_dict[key] = show_whole(leaf)  # torch took the whole DTensor
         return
-    require_written([unit])
+    refuse_writeback([unit])
     if wanted.kind == "local":
         for key in [*places, *_slices_elsewhere(unit, places, prefix, state_dict)]:
             del state_dict[key]

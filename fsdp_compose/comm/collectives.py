@@ -438,7 +438,7 @@ def _blocking(purpose: str, group: Group, tensor: torch.Tensor) -> Iterator[None
         advice = f"{absent}. Look at what it printed."
         raise no_answer(purpose, "another rank", advice, error) from error
     finally:
-        waiting.leave()
+        waiting.end_wait()
     if tensor.device.type != "cpu":
         stream = torch.get_device_module(tensor.device).current_stream(tensor.device)
         waiting.watch_mark(purpose, group.ranks, stream.record_event())

@@ -373,7 +373,7 @@ def attend_call(group: Group) -> Iterator[None]:
         yield
     except BaseException as error:
         if group.pg is not None and not is_on_all_ranks(error):
-            leave(group, error)
+            leave_call(group, error)
         raise
     finally:
         here.calls.pop(get_ident(), None)
@@ -401,7 +401,7 @@ def is_on_all_ranks(error: BaseException | None) -> bool:
     return False
 
 
-def leave(group: Group, error: BaseException) -> None:
+def leave_call(group: Group, error: BaseException) -> None:
     """Tell the ranks that wait in the same call that this one has left it.
 
     Their messages on this group would no longer meet; it must not be used again.

@@ -98,7 +98,7 @@ class _Watch:
         is_long = oldest is not None and now - oldest.since > POST_AFTER
         self.post(oldest.purpose if oldest is not None and is_long else "")
         if oldest is not None and now - oldest.since > WARN_AFTER and not oldest.was_told:
-            tell(oldest, now)
+            log_missing(oldest, now)
 
     def has_passed(self, wait: Wait) -> bool:
         """Whether the device has passed its mark, asked from the thread of the watch."""
@@ -164,11 +164,11 @@ def waiting(purpose: str, ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        leave()
+        end_wait()
 
 
 def enter(purpose: str, ranks: Sequence[int]) -> dict[int, Begun]:
-    """This thread waits until ``leave``, or until it is taken out of what is returned."""
+    """This thread waits until ``end_wait``, or until it is taken out of what is returned."""
     watch = here.watch or the_watch()
     begun: dict[int, Begun] = watch.begun
     begun[get_ident()] = (purpose, ranks, monotonic())
@@ -177,7 +177,7 @@ def enter(purpose: str, ranks: Sequence[int]) -> dict[int, Begun]:
     return begun
 
 
-def leave() -> None:
+def end_wait() -> None:
     (here.watch or the_watch()).begun.pop(get_ident(), None)
 
 
@@ -214,7 +214,7 @@ def forget_marks() -> None:
     watch.waits.pop(_DEVICE, None)
 
 
-def tell(wait: Wait, now: float) -> None:
+def log_missing(wait: Wait, now: float) -> None:
     """Log who is missing; of many ranks that wait, the first few do."""
     me, store = dist.get_rank(), default_store()
     missing: list[int] = []

@@ -25,7 +25,7 @@ from fsdp_compose.base.policy import (
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.construct.choose_buckets import plan_buckets
-from fsdp_compose.construct.deterministic import check_alike, check_number
+from fsdp_compose.construct.deterministic import check_alike, check_deterministic
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
@@ -147,7 +147,7 @@ def _check_options(options: Options, where: str) -> None:
     check_function(where, "layout", options.layout, "(extents, itemsize, world_size)")
     if callable(options.granularity):
         check_function(where, "granularity", options.granularity, "(fqn, parameter)")
-    check_number(options.deterministic, where)
+    check_deterministic(options.deterministic, where)
     _check_static_buffers(options.static_buffers, where)
     if options.init not in INITS:
         raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")

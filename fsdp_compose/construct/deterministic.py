@@ -13,7 +13,7 @@ from fsdp_compose.construct.plans import ParameterPlan, UnitPlan
 from fsdp_compose.core.state import iter_units
 
 
-def check_number(found: Any, where: str) -> None:
+def check_deterministic(found: Any, where: str) -> None:
     """Raise unless ``found`` is what ``deterministic=`` takes.
 
     Raises:

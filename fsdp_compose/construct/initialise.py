@@ -43,7 +43,9 @@ CHUNK_BYTES = 250 << 20
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CHUNK_BYTES) -> None:
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], mesh: Mesh, chunk_bytes: int = CHUNK_BYTES
+) -> None:
     """Overwrite tensors of any dtype and strides with those of the mesh's first rank.
 
     Small ones travel together and large ones in pieces, ``chunk_bytes`` at a time.

@@ -51,7 +51,7 @@ from fsdp_compose.core.guards.microbatches import refuse_early_gradients
 from fsdp_compose.core.guards.parted_gradients import brings_more
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
-from fsdp_compose.core.guards.used_parameters import unite
+from fsdp_compose.core.guards.used_parameters import unite_used
 from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten, read_versions
 from fsdp_compose.core.passes import (
     close_backward,
@@ -219,7 +219,7 @@ def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:
     bucket, given = route.bucket, route.pick(grads)
     bits = sum(1 << i for i, g in enumerate(given) if g is not None)
     used = comm.Flags(bits, len(given), route.trained)
-    unite(bucket, used)
+    unite_used(bucket, used)
     entries = [e for e in bucket.entries if used.bits & 1 << e.index]
     full = [zero_gradient(e, bucket) if (g := given[e.index]) is None else g for e in entries]
     reduced = Reduce.apply(bucket, entries, route.trained, *full)

@@ -36,15 +36,15 @@ from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import STATE_KEY
 
 
-def attach(module: nn.Module) -> None:
+def attach_hooks(module: nn.Module) -> None:
     """Register the hooks that gather around ``module``'s forward; its state must exist."""
     module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(after_forward, always_call=True)
     refuse_script(module)
 
 
-def detach(module: nn.Module) -> None:
-    """Remove what ``attach`` registered, from a copy of the module too."""
+def detach_hooks(module: nn.Module) -> None:
+    """Remove what ``attach_hooks`` registered, from a copy of the module too."""
     remove_forward_hooks(module, before_forward, after_forward)
     unwatch(module)
     allow_script(module)

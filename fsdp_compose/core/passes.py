@@ -36,7 +36,7 @@ from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.waiting_gradients import drop_waiting_gradients
 from fsdp_compose.core.guards.weight_versions import forget_outdated
-from fsdp_compose.core.reducing import Arrival, accumulate, finish_reduce, land
+from fsdp_compose.core.reducing import Arrival, finish_reduce, land, set_graph_gradients
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
 
@@ -108,7 +108,7 @@ def end_task(engine: Engine, task_id: int) -> None:
                 if bucket.arriving.packed and unit_of(bucket).switches.sync
             )
             land(engine)
-            accumulate(add_held(engine, task))
+            set_graph_gradients(add_held(engine, task))
             tell_late(task)
             # The outermost run settles those of units that did not run, too.
             settle_plain_gradients(task.units if engine.tasks else engine.units)

@@ -23,7 +23,7 @@ from fsdp_compose.buckets.gradients import add_gradients, close_grad_buffer, cut
 from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
     plan_scatter,
-    purpose_of,
+    reduce_purpose,
     start_scatter,
     sum_over_replicas,
     typed,
@@ -119,7 +119,7 @@ def _watch(reduction: Reduction) -> None:
     """Have the time watched that an accelerator takes for it."""
     if reduction.done is not None:
         bucket = reduction.bucket
-        waiting.watch_mark(purpose_of(bucket), bucket.mesh.gather_axis.ranks, reduction.done)
+        waiting.watch_mark(reduce_purpose(bucket), bucket.mesh.gather_axis.ranks, reduction.done)
 
 
 def _begin(reduction: Reduction) -> None:
@@ -325,7 +325,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
         show_stand_ins(unit)
 
 
-def accumulate(results: dict[Entry, torch.Tensor]) -> None:
+def set_graph_gradients(results: dict[Entry, torch.Tensor]) -> None:
     """Set or add to ``.grad`` gradients with a graph over them, then run the hooks."""
     with raw(), torch.enable_grad():
         note_added(list(results), [get_grad(entry.param) is not None for entry in results])

@@ -96,7 +96,7 @@ def _refuse_values(listed: Sequence[Any], caller: str, wanted: str) -> None:
     """Raise for gradients themselves, whose own gradients, None, would be a norm of 0."""
     for item in listed:
         if is_sharded(item) and not is_sharded_parameter(item) and not item.requires_grad:
-            what = f"what {describe(spec_of(item))} holds or its gradient"
+            what = f"what {describe_parameter(spec_of(item))} holds or its gradient"
             raise TypeError(f"{caller}: module_or_params has {what}; wanted {wanted}.")
 
 
@@ -219,7 +219,7 @@ def _know(bucket: Bucket) -> _Known | None:
     known, specs = _known.get(bucket), list(map(_get_spec, bucket.entries))
     if known is None or known.mesh is not bucket.mesh or known.specs != specs:
         is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
-        names = tuple(map(describe, specs))
+        names = tuple(map(describe_parameter, specs))
         groups = groups_of_several((bucket.mesh.shard,))
         gaps = tuple(_list_gaps(bucket))
         known = _known[bucket] = _Known(bucket.mesh, specs, names, groups, is_plain, gaps)
@@ -234,7 +234,7 @@ def _list_gaps(bucket: Bucket) -> Iterable[slice]:
         yield slice(ends[index] - views.splits[index], ends[index])
 
 
-def describe(spec: ShardSpec) -> str:
+def describe_parameter(spec: ShardSpec) -> str:
     """The parameter and its unit, for errors."""
     return f"{spec.fqn!r} (unit {spec.unit!r})"
 
@@ -263,7 +263,9 @@ def _take_one_by_one(params: Params, left: list[Any], others: list[Any]) -> list
             groups = groups_of_several((spec.group, *_groups_beside(spec.parallel)))
             owned: Any = param if is_sharded_parameter(param) else None
             copies = _count_copies(spec.parallel)
-            found.append(Gradient((describe(spec),), to_local(grad), groups, copies, owned))
+            found.append(
+                Gradient((describe_parameter(spec),), to_local(grad), groups, copies, owned)
+            )
         else:
             names = _name_parameters(params) if names is None else names
             name = names.get(id(param), f"parameter {number} of those that are not sharded")

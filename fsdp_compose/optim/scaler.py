@@ -17,7 +17,7 @@ from fsdp_compose.comm.heads import meet_alone
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.optim.gradients import (
-    describe,
+    describe_parameter,
     groups_of_several,
     list_mirrors,
     refuse_waiting,
@@ -124,7 +124,7 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
     sharded = _list_sharded(optimizer)
     groups = _groups_of(sharded)
     if len(groups) > 1:
-        groups = _groups_of(sorted(sharded, key=lambda param: describe(spec_of(param))))
+        groups = _groups_of(sorted(sharded, key=lambda param: describe_parameter(spec_of(param))))
     return dict(sorted(groups.items(), key=lambda item: item[0].size))
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "SAVING",
     "STATE_KEY",
     "TENSOR_PARALLEL_FIRST",
-    "advise",
+    "advise_call",
     "advise_on_target",
     "is_called_by",
     "is_exporting",
@@ -269,7 +269,7 @@ _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.nn.func
 _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 
 
-def advise(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> str:
+def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> str:
     """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
     in_forward, inner = False, None
     for frame in _callers():

@@ -41,13 +41,13 @@ from fsdp_compose.sharded.reduce import (
     REDUCTIONS,
     average_over_replicas,
     foreach_reduce,
-    name_of,
+    name_for_ranks,
 )
 from fsdp_compose.sharded.spec import (
     Handler,
     ShardSpec,
     refuse,
-    require_group,
+    require_ranks,
 )
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
@@ -248,10 +248,10 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _elementwise(func, args, kwargs)
         refuse(func, first_spec(args, kwargs))
     spec = tensor._shard_spec
-    require_group(spec, getattr(func, "__name__", "a reduction"))
+    require_ranks(spec, getattr(func, "__name__", "a reduction"))
     if spec.partners:
         compare_partners([spec])
-    named = spec if tensor._is_parameter else replace(spec, fqn=name_of(tensor, spec))
+    named = spec if tensor._is_parameter else replace(spec, fqn=name_for_ranks(tensor, spec))
     out = REDUCTIONS[func](view_local(tensor), named, *rest, **kwargs)
     if out is NotImplemented:
         refuse(func, spec, "along a dimension")
@@ -266,7 +266,7 @@ def _foreach_reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     specs = [t._shard_spec if is_sharded(t) else None for t in tensors]
     for spec in specs:
         if spec is not None:
-            require_group(spec, func.__name__)
+            require_ranks(spec, func.__name__)
     compare_partners([spec for spec in specs if spec is not None and spec.partners])
     with raw():
         return foreach_reduce(func, tensors, specs, *args[1:], **kwargs)

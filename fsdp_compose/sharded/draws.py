@@ -21,7 +21,7 @@ from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.cut import own_slice
-from fsdp_compose.sharded.spec import ShardSpec, refuse, require_group
+from fsdp_compose.sharded.spec import ShardSpec, refuse, require_ranks
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
 __all__ = ["as_first_rank", "draw_into", "draw_like", "find_generator", "in_state"]
@@ -59,7 +59,7 @@ def _check_numbers(func: Any, tensor: Any, rest: tuple[Any, ...]) -> None:
     writes_columns = is_called_by(torch.nn.init.sparse_)
     if not is_sharded(tensor) or any(map(is_sharded, rest)) or writes_columns:
         refuse(func, first_spec((tensor, *rest), {}))
-    require_group(tensor._shard_spec, getattr(func, "__name__", "a draw"))
+    require_ranks(tensor._shard_spec, getattr(func, "__name__", "a draw"))
 
 
 def _draw(

@@ -26,7 +26,7 @@ from fsdp_compose.sharded.ops import functions
 from fsdp_compose.sharded.ranks import GatherRanks, average, count_ties, find_extreme
 from fsdp_compose.sharded.spec import ShardedWeightError, ShardSpec
 
-__all__ = ["HALF", "REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_of"]
+__all__ = ["HALF", "REDUCTIONS", "average_over_replicas", "foreach_reduce", "name_for_ranks"]
 
 Reduction = Callable[..., Any]
 dtype_of: Callable[[Tensor], torch.dtype] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -373,7 +373,7 @@ def _linalg_norm(
     return _vector_norm(local, spec, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 
 
-def name_of(tensor: Any, spec: ShardSpec) -> str:
+def name_for_ranks(tensor: Any, spec: ShardSpec) -> str:
     """The name that ranks compare: the parameter's, marked for a gradient or state of it."""
     return spec.fqn if tensor._is_parameter else f"{spec.fqn} (gradient or state)"
 
@@ -438,7 +438,7 @@ def foreach_reduce(
     by_group: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for i, spec in enumerate(specs):
         if spec is not None and (spec.group.size > 1 or spec.reads_whole):
-            named = name_of(tensors[i], spec), i
+            named = name_for_ranks(tensors[i], spec), i
             by_group.setdefault(tuple(map(id, spec.groups)), []).append(named)
     for found in sorted(map(sorted, by_group.values())):  # alike, however each rank orders its list
         members = [i for _, i in found]

@@ -24,7 +24,13 @@ from torch.overrides import resolve_name
 
 from fsdp_compose.base.group import SELF, Group, get_global_rank
 from fsdp_compose.base.torch_stack import is_called_by_dtensor
-from fsdp_compose.sharded.advice import EXPORT, SAVING, TENSOR_PARALLEL_FIRST, advise, is_exporting
+from fsdp_compose.sharded.advice import (
+    EXPORT,
+    SAVING,
+    TENSOR_PARALLEL_FIRST,
+    advise_call,
+    is_exporting,
+)
 from fsdp_compose.sharded.parallel import Parallel
 
 __all__ = [
@@ -37,7 +43,7 @@ __all__ = [
     "refuse",
     "refuse_export",
     "refuse_pickle",
-    "require_group",
+    "require_ranks",
 ]
 
 
@@ -284,7 +290,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
     raise ShardedWeightError(
         f"{name} needs the whole of {spec.fqn!r} (unit {spec.unit!r}), of which rank "
         f"{spec.rank} holds {spec.held}{why and f'; {why}'}. "
-        f"{instead or advise(func, spec, spec.unit, spec.is_copy)}"
+        f"{instead or advise_call(func, spec, spec.unit, spec.is_copy)}"
     )
 
 
@@ -305,7 +311,7 @@ def refuse_export(spec: ShardSpec) -> None:
         raise ShardedWeightError(f"{spec.fqn!r} (unit {spec.unit!r}) is sharded. {EXPORT}")
 
 
-def require_group(spec: ShardSpec, what: str) -> None:
+def require_ranks(spec: ShardSpec, what: str) -> None:
     """Raise for a slice that was unpickled, whose other ranks are not here."""
     if any(group.pg is None and group.size > 1 for group in spec.whole_groups):
         raise RuntimeError(

@@ -49,9 +49,9 @@ from fsdp_compose.sharded.spec import (
     ShardSpec,
     refuse,
     refuse_pickle,
-    require_group,
+    require_ranks,
 )
-from fsdp_compose.sharded.torchstate import TorchState, place_of, to_local, view_local
+from fsdp_compose.sharded.torchstate import TorchState, memory_place, to_local, view_local
 from fsdp_compose.sharded.writes import GRADIENT, PARAMETER, note_write
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
@@ -176,7 +176,7 @@ class _Sharded(TorchState):
             return
         set_local(self, local)
         if self._is_parameter:
-            spec.residence.moved |= place_of(local) != place_of(mine)
+            spec.residence.moved |= memory_place(local) != memory_place(mine)
         else:
             spec.residence.regraded = True
 
@@ -238,7 +238,7 @@ class _Sharded(TorchState):
             RuntimeError: this is a slice that was unpickled, whose other ranks are not here.
         """
         spec = self._shard_spec
-        require_group(spec, "full_tensor")
+        require_ranks(spec, "full_tensor")
         part = gather_part(self)
         return spec.parallel.assemble(part) if spec.parallel and spec.reads_whole else part
 

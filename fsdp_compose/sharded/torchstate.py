@@ -85,7 +85,7 @@ def view_local(tensor: Any) -> Tensor:
     return to_local(tensor)
 
 
-def place_of(local: Tensor) -> tuple[object, ...]:
+def memory_place(local: Tensor) -> tuple[object, ...]:
     """Where a slice lies and as what; a slice without elements has no address."""
     storage = local.untyped_storage()
     return local.dtype, local.device, local.data_ptr(), storage.data_ptr()

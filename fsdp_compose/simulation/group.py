@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.process import here
 from fsdp_compose.simulation.network import Contribution, Move
-from fsdp_compose.simulation.reduce import combine, copy, name_of
+from fsdp_compose.simulation.reduce import combine, copy, name_op
 from fsdp_compose.simulation.store import WHERE
 from fsdp_compose.simulation.work import JoinedWork, SimulatedWork
 
@@ -159,7 +159,7 @@ class SimulatedGroup(_ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         op = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts or dist.ReduceOp.SUM
-        what = (name_of(op), *sizes(tensors))
+        what = (name_op(op), *sizes(tensors))
 
         def move(parts: dict[int, Contribution]) -> None:
             for index in range(len(tensors)):
@@ -178,7 +178,7 @@ class SimulatedGroup(_ProcessGroup):
             total = combine([parts[r].sent[0] for r in sorted(parts)], op)
             copy(parts[root].received[0], total)
 
-        what = (name_of(op), root, *sizes(tensors))
+        what = (name_op(op), root, *sizes(tensors))
         return self._call("reduce", tensors, tensors, move, opts, what)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
@@ -250,7 +250,7 @@ class SimulatedGroup(_ProcessGroup):
             for rank in ranks:
                 copy(parts[rank].received[0], totals[rank])
 
-        return self._call("reduce_scatter", sent, outputs, move, opts, (name_of(op), *sizes(sent)))
+        return self._call("reduce_scatter", sent, outputs, move, opts, (name_op(op), *sizes(sent)))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None

@@ -35,7 +35,7 @@ def combine(parts: Sequence[torch.Tensor], op: object) -> torch.Tensor:
     Raises:
         RuntimeError: one of them was released while it was on its way.
     """
-    name = name_of(op)
+    name = name_op(op)
     with below_modes():
         for part in parts:
             check_memory(part)
@@ -49,7 +49,7 @@ def combine(parts: Sequence[torch.Tensor], op: object) -> torch.Tensor:
         return total / len(parts) if name == "AVG" else total
 
 
-def name_of(op: object) -> str:
+def name_op(op: object) -> str:
     """ "SUM", "MAX" and so on.
 
     Raises:

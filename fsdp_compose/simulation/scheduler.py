@@ -177,7 +177,7 @@ class Scheduler:
         found: dict[int, str] = {}
         for task in self.tasks:
             frame = frames.get(task.thread.ident or 0) if task.thread is not None else None
-            place = found.setdefault(task.rank, place_of(frame))
+            place = found.setdefault(task.rank, position_of(frame))
             if task.purpose:
                 begun = task.own.process["watch"].begun  # what the engine waits for, by thread
                 wait = begun.get(task.thread.ident) if task.thread is not None else None
@@ -209,13 +209,13 @@ class Scheduler:
             self.now = max(self.now, task.deadline or 0.0)
             task.is_due = True
             if task.purpose and not self.stuck:
-                self.stuck = describe(self.positions())
+                self.stuck = describe_positions(self.positions())
         elif due is not None:
             index = next(i for i, (time, _) in enumerate(self.timers) if time == due)
             self.now = max(self.now, due)
             self.timers.pop(index)[1]()
         else:  # nobody has a timeout: the first is told that what it waits for never comes
-            self.stuck = self.stuck or describe(self.positions())
+            self.stuck = self.stuck or describe_positions(self.positions())
             self.tasks[0].is_due = True
 
     def _hand_over(self, task: RankThread | None, following: RankThread | None) -> None:
@@ -251,7 +251,7 @@ class SimulatedThread:
         return not self.task.is_over
 
 
-def place_of(frame: FrameType | None) -> str:
+def position_of(frame: FrameType | None) -> str:
     """``file:line in function`` of the innermost frame that is neither ours nor torch's."""
     while frame is not None:
         code = frame.f_code
@@ -261,6 +261,6 @@ def place_of(frame: FrameType | None) -> str:
     return "at its start"
 
 
-def describe(positions: dict[int, str]) -> str:
+def describe_positions(positions: dict[int, str]) -> str:
     """Positions as the lines of an error."""
     return "\n".join(f"    rank {rank}: {place}" for rank, place in positions.items())

@@ -22,7 +22,7 @@ from fsdp_compose.simulation import own
 from fsdp_compose.simulation.faults import Fault, RunOtherUnit
 from fsdp_compose.simulation.group import SimulatedGroup
 from fsdp_compose.simulation.network import Network
-from fsdp_compose.simulation.scheduler import Ended, RankThread, Scheduler, describe
+from fsdp_compose.simulation.scheduler import Ended, RankThread, Scheduler, describe_positions
 from fsdp_compose.simulation.store import SimulatedStore
 
 P = ParamSpec("P")
@@ -208,7 +208,7 @@ class _Run:
         if self.deadlock:
             lines.append(f"Deadlock: none could go on. Where each rank stood:\n{self.deadlock}")
         elif self.positions:
-            lines.append(f"Where the others stood then:\n{describe(self.positions)}")
+            lines.append(f"Where the others stood then:\n{describe_positions(self.positions)}")
         then: dict[str, list[str]] = {}
         for other, found in sorted(self.errors.items()):
             if other != rank:

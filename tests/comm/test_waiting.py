@@ -129,13 +129,13 @@ def test_who_is_absent_is_of_the_present_wait() -> None:
         wait.absent = "rank 1 did not come to it"
         watch.look(time.monotonic())
         assert waiting.find_absent() == "rank 1 did not come to it"
-        waiting.leave()
+        waiting.end_wait()
         assert waiting.find_absent() == ""
         waiting.enter("take a norm", (0, 1))
         assert waiting.find_absent() == ""
         watch.look(time.monotonic())
         assert waiting.find_absent() == "" and list(watch.waits.values()) != [wait]
-        waiting.leave()
+        waiting.end_wait()
         watch.look(time.monotonic())
         assert not watch.waits
 

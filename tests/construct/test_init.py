@@ -145,7 +145,7 @@ def test_broadcast_goes_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPa
         given = [t.detach() for t in (*model.parameters(), *model.buffers())]
         group = dist.group.WORLD
         mesh = Mesh(fully_mesh(group), SELF, torch.device("cpu"))
-        initialise.broadcast(given, mesh, 100)
+        initialise.broadcast_tensors(given, mesh, 100)
         equal(full(model), full(unlike(0)))
         assert max(sizes) <= 100
         total = sum(t.numel() * t.element_size() for t in given)

@@ -22,7 +22,7 @@ from fsdp_compose.base.process import Process, here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import TRIAL_PASSES
-from fsdp_compose.core.guards.rank_differences import explain
+from fsdp_compose.core.guards.rank_differences import explain_difference
 
 from harness import fake_world, rank_errors, run_ranks, simulate_ranks, single_process
 from models import (
@@ -485,6 +485,6 @@ def test_the_log_of_a_destroyed_group_goes() -> None:
 
 def test_explanation_of_more_than_two_ways() -> None:
     one, two = (5, "gather", "a", "forward"), (6, "reduce", "b", "backward")
-    text = explain(7, [(0, [one]), (4, [one, two]), (5, [two]), (9, [])])
+    text = explain_difference(7, [(0, [one]), (4, [one, two]), (5, [two]), (9, [])])
     assert "step 7: as collective 1 of it, ranks 0 and 4 gather unit 'a' (forward)" in text
     assert "rank 5 reduces unit 'b' (backward) where rank 9 ends the step" in text

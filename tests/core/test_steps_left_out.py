@@ -15,7 +15,7 @@ from fsdp_compose import ShardingStrategy
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import collective_log
-from fsdp_compose.core.guards.rank_differences import STEPPED, explain, explain_stepped
+from fsdp_compose.core.guards.rank_differences import STEPPED, explain_difference, explain_stepped
 from fsdp_compose.sharded import to_local
 
 from harness import run_ranks, simulate_ranks
@@ -161,5 +161,5 @@ def test_only_steps_that_differ_are_explained() -> None:
         [(0, [ONE]), (1, [TWO])],
     ):
         assert explain_stepped(3, reports) is None
-    text = explain(3, [(0, [ONE, DONE]), (1, [ONE, TWO]), (2, [ONE])])
+    text = explain_difference(3, [(0, [ONE, DONE]), (1, [ONE, TWO]), (2, [ONE])])
     assert "as collective 2 of it, ranks 0 and 2 end the step where rank 1 reduces unit" in text

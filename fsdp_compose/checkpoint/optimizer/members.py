@@ -85,7 +85,7 @@ def is_state(value: object) -> bool:
     )
 
 
-def load_plain(optim: Optimizer, plain: dict[str, Any]) -> None:
+def load_numbered(optim: Optimizer, plain: dict[str, Any]) -> None:
     """Have an optimizer load state by numbers.
 
     Raises:

@@ -25,7 +25,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _CONSTANTS = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def flatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
+def flatten_state(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Give every tensor in one parameter's state a key of its own."""
     found: dict[Any, Any] = {}
     for key, value in values.items():
@@ -37,12 +37,12 @@ def flatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def is_name(key: object) -> bool:
-    """Whether ``key`` is a string that is not taken for one of those that ``flatten`` makes."""
+    """Whether ``key`` is a string that ``flatten_state`` does not make."""
     return isinstance(key, str) and _NESTED.fullmatch(key) is None
 
 
 def unflatten(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Undo ``flatten``."""
+    """Undo ``flatten_state``."""
     root: dict[Any, Any] = {}
     for key, value in values.items():
         match = _NESTED.fullmatch(key) if isinstance(key, str) else None
@@ -100,7 +100,7 @@ def join_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 def write_exactly(settings: Any) -> str:
     """Write settings for comparison; of tensors, such as a learning rate, every digit."""
-    return repr(map_tensors(lambda tensor: (str(tensor.dtype), tensor.tolist()), settings))
+    return repr(map_values(lambda tensor: (str(tensor.dtype), tensor.tolist()), settings))
 
 
 def list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -137,15 +137,15 @@ def has_tensor(value: Any) -> bool:
     return type(value) in (list, tuple, dict) and any(map(has_tensor, items))
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_values(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to it, or to every tensor in the container it is."""
     if isinstance(value, Tensor):
         return function(value)
     if not has_tensor(value):
         return value
     if type(value) is dict:
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    return type(value)(map_tensors(function, item) for item in value)
+        return {key: map_values(function, item) for key, item in value.items()}
+    return type(value)(map_values(function, item) for item in value)
 
 
 def find_object(value: Any) -> Any:

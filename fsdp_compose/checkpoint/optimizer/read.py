@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.bucket import Bucket
-from fsdp_compose.checkpoint.contents import copy_tensor, gather_bucket, view_full
+from fsdp_compose.checkpoint.contents import copy_tensor, gather_bucket, view_parameter
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_state
 from fsdp_compose.checkpoint.optimizer.members import (
@@ -30,10 +30,10 @@ from fsdp_compose.checkpoint.optimizer.members import (
 from fsdp_compose.checkpoint.optimizer.nested import (
     copy_containers,
     find_object,
-    flatten,
+    flatten_state,
     has_tensor,
     is_name,
-    map_tensors,
+    map_values,
     unflatten,
     write_exactly,
 )
@@ -162,7 +162,7 @@ def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
         for member, number in zip(flat, numbers, strict=True):
             values = plain["state"].get(number, {})
             _check_values(one, member, values)
-            held.append((member, flatten(values)))
+            held.append((member, flatten_state(values)))
         names = names_of(module, groups)
         found.append(_Holding(plain, names, held, find_row_keys(held)))
     return found
@@ -359,7 +359,7 @@ def _gather_full(module: nn.Module, found: NamedState, wanted: StateDictType) ->
                 state[name][key] = value
     for (_, key, _), (bucket, values) in runs.items():
         _gather_run(bucket, values, parts, key, state if keep else None, wanted.cpu_offload)
-    copied = map_tensors(partial(copy_tensor, cpu=wanted.cpu_offload), found.result["param_groups"])
+    copied = map_values(partial(copy_tensor, cpu=wanted.cpu_offload), found.result["param_groups"])
     return {**found.result, "state": state, "param_groups": copied} if keep else {}
 
 
@@ -382,7 +382,7 @@ def _gather_run(
     flat = gather_bucket(bucket, shard)
     for name, entry in entries.items():
         assert entry is not None
-        view = view_full(bucket, flat, entry.index)  # a collective where it was split
+        view = view_parameter(bucket, flat, entry.index)  # a collective where it was split
         if state is not None:
             state[name][key] = copy_tensor(view, cpu_offload)
         del view

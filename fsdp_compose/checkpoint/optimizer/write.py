@@ -31,16 +31,16 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Targets,
     is_state,
     list_members,
-    load_plain,
+    load_numbered,
     unchanged_by_errors,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
     find_object,
-    flatten,
+    flatten_state,
     is_by_key,
     join_keys,
     list_differences,
-    map_tensors,
+    map_values,
     unflatten,
 )
 from fsdp_compose.checkpoint.optimizer.read import LAYOUTS, describe_object, layout_of
@@ -162,7 +162,7 @@ def _write(targets: Targets, given: Mapping[str, Any]) -> None:
     for one, plain in ready:
         watch_optimizer(one)
         with checked_state():
-            load_plain(one, plain)
+            load_numbered(one, plain)
         params = [p for group in one.param_groups for p in group["params"]]
         for number, values in plain["state"].items():
             own = one.state.get(params[number], {})
@@ -195,9 +195,9 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
     canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
     clean = name_cleaner(module)
     state = {
-        canonical.get(clean(n), clean(n)): OwnedState(flatten(v))
+        canonical.get(clean(n), clean(n)): OwnedState(flatten_state(v))
         if isinstance(v, OwnedState)
-        else flatten(v)
+        else flatten_state(v)
         for n, v in state_dict["state"].items()
     }
     groups = [
@@ -427,7 +427,7 @@ def _number_parameters(
         names = [part.name for member in members for part in member.parts]
         hyper = _settings_of(group)
         saved = _find_settings(given, names, []) if members else _settings_of(next(unused, {}))
-        copied = map_tensors(Tensor.clone, saved)
+        copied = map_values(Tensor.clone, saved)
         param_groups.append({**hyper, **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", LAYOUTS)}
     return {**extra, "state": state, "param_groups": param_groups}
@@ -435,7 +435,7 @@ def _number_parameters(
 
 def _join_parts(optim: Optimizer, member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
     """Join the state of an optimizer's parameter from that of its parts."""
-    before = flatten(optim.state.get(member.param, {}))
+    before = flatten_state(optim.state.get(member.param, {}))
     result: dict[str, Any] = {}
     for part in member.parts:
         values = given["state"].get(part.name, {})

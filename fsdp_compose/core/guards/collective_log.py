@@ -47,8 +47,8 @@ from fsdp_compose.core.guards.rank_differences import (
     Event,
     Frozen,
     differ_in_writes,
-    explain,
     explain_added,
+    explain_difference,
     explain_frozen,
     explain_settings,
     explain_stepped,
@@ -427,7 +427,7 @@ class Log:
         if text := explain_stepped(step, done):
             raise RuntimeError(text)
         frozen = explain_frozen(step, [(rank, names) for rank, _, names in reports])
-        text = frozen or explain(step, done)
+        text = frozen or explain_difference(step, done)
         raise RuntimeError(f"{text} {LATE}" if late else text)
 
     def _exchange(self, groups: Sequence[Group], events: list[Event]) -> list[Report]:
@@ -452,7 +452,9 @@ class Log:
         reports = self._exchange(self.groups, kept)
         if any(events != kept for _, events, _ in reports):
             self.start_over(channels)
-            raise RuntimeError(explain(self.step, [(rank, done) for rank, done, _ in reports]))
+            raise RuntimeError(
+                explain_difference(self.step, [(rank, done) for rank, done, _ in reports])
+            )
         for group in channels:  # nobody reads what was told
             self.epochs[group] = self.epoch(group) + 1
 

@@ -17,7 +17,7 @@ from fsdp_compose.core.guards.collective_log import Log, code_of
 from fsdp_compose.core.guards.compared_steps import number_of, texts_of
 from fsdp_compose.core.guards.rank_differences import (
     STEPPED,
-    explain,
+    explain_difference,
     explain_settings,
     explain_stepped,
 )
@@ -77,7 +77,7 @@ def _find_difference(log: Log, has_others: bool, call: str) -> tuple[str | None,
     done = [(rank, events) for rank, events, _, _ in reports]
     text = None
     if len({tuple(number for number, *_ in events) for _, events in done}) > 1:
-        text = explain_stepped(log.step, done) or explain(log.step, done)
+        text = explain_stepped(log.step, done) or explain_difference(log.step, done)
     elif len({number for _, _, number, _ in reports}) > 1:
         text = explain_settings(log.step, _gather(log, (mine, texts_of(settings)), call))
     return text, any(found for *_, found in reports)

@@ -185,7 +185,7 @@ def explain_settings(
 
 
 def differ_in_writes(reports: Sequence[tuple[int, list[Event]]]) -> bool:
-    """Whether what the ranks did differently first is a write between steps; as of ``explain``."""
+    """Whether what the ranks did differently first is a write between steps."""
     return any(event[1] == CHANGE for event in _find_first(reports)[1])
 
 
@@ -203,7 +203,7 @@ def _list_collectives(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event[1] != STEPPED]
 
 
-def explain(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
+def explain_difference(step: int, reports: Sequence[tuple[int, list[Event]]]) -> str:
     """Say what the ranks did differently first.
 
     Args:

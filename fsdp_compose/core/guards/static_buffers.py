@@ -74,7 +74,7 @@ class StaticWork(EngineWork):
     def choose_again(self, unit: Unit) -> None:
         """Choose other buffers for the unit's model if its units gather other things by now."""
         choice, units = self.choices.get(unit), static_units_around(unit)
-        if choice is not None and choice.members != describe(units):
+        if choice is not None and choice.members != describe_units(units):
             for other in units:
                 self.choices.pop(other, None)
 
@@ -106,7 +106,7 @@ class StaticWork(EngineWork):
     def _decide(self, unit: Unit) -> None:
         """Choose buffers for all units of the model that ``unit`` is in."""
         units = static_units_around(unit)
-        members = describe(units)
+        members = describe_units(units)
         gathered, packed = place_gathered(members), place_packed(members)
         places = [Place(nbytes) for nbytes in gathered.nbytes]
         lenders = [Place(nbytes) for nbytes in packed.nbytes]
@@ -169,7 +169,7 @@ def static_units_around(unit: Unit) -> list[Unit]:
     return [*inside[root], root]
 
 
-def describe(units: Sequence[Unit]) -> list[StaticUnit]:
+def describe_units(units: Sequence[Unit]) -> list[StaticUnit]:
     """What decides which buffers the units have."""
     position = {unit: i for i, unit in enumerate(units)}
     return [

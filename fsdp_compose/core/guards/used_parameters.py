@@ -31,7 +31,7 @@ def unite_early(bucket: Bucket, used: Flags) -> None:
         _unite(log, bucket, used, alone)
 
 
-def unite(bucket: Bucket, used: Flags) -> None:
+def unite_used(bucket: Bucket, used: Flags) -> None:
     """Find which entries any rank used, for gradients that are reduced at once."""
     log, mesh = bucket.users.caller, bucket.mesh
     if isinstance(log, Log):

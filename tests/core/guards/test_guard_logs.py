@@ -29,7 +29,7 @@ from fsdp_compose.core.guards.collective_log import (
     is_debugging,
     set_debug,
 )
-from fsdp_compose.core.guards.rank_differences import WRITE, explain, explain_frozen
+from fsdp_compose.core.guards.rank_differences import WRITE, explain_difference, explain_frozen
 
 from fuzz import groups_named
 from harness import simulate_ranks
@@ -559,25 +559,25 @@ def test_what_only_some_ranks_train_is_explained() -> None:
 
 def test_where_events_are_the_same() -> None:
     """The step then ended everywhere, or a name is that of two units."""
-    text = explain(3, [(0, [ONE, TWO]), (1, [ONE, TWO])])
+    text = explain_difference(3, [(0, [ONE, TWO]), (1, [ONE, TWO])])
     assert "as collective 3 of it, ranks 0 and 1 end the step. Every" in text
-    text = explain(3, [(0, [ONE]), (1, [ONE, TWO])])
+    text = explain_difference(3, [(0, [ONE]), (1, [ONE, TWO])])
     assert "as collective 2 of it, rank 0 ends the step where rank 1 reduces" in text
-    text = explain(3, [(0, [ONE]), (1, [(7, *ONE[1:])])])
+    text = explain_difference(3, [(0, [ONE]), (1, [(7, *ONE[1:])])])
     assert "gathers unit 'a' (forward) of one model where rank 1 gathers" in text
     assert "unit 'a' (forward) of another. Every" in text
     braces = [(number, "gather", "a{}", "forward") for number in (8, 9)]
-    text = explain(3, [(0, [TWO]), (1, [braces[0]]), (2, [braces[0]])])
+    text = explain_difference(3, [(0, [TWO]), (1, [braces[0]]), (2, [braces[0]])])
     assert "rank 0 reduces unit 'b' (backward) where ranks 1 and 2 gather unit 'a{}' (" in text
 
 
 def test_weights_that_ranks_write_are_explained() -> None:
     """Only where that is what they did differently."""
     write = (8, WRITE, "a", "parameter 'w'")
-    text = explain(3, [(0, [ONE, write]), (1, [ONE, TWO])])
+    text = explain_difference(3, [(0, [ONE, write]), (1, [ONE, TWO])])
     assert "ranks write different weights in step 3: rank 0 writes unit 'a' (parameter" in text
     assert "collective" not in text
-    text = explain(3, [(0, [write, ONE]), (1, [write, TWO])])
+    text = explain_difference(3, [(0, [write, ONE]), (1, [write, TWO])])
     assert "ranks run different units in step 3: as collective 2" in text
-    text = explain(3, [(0, [ONE, write]), (1, [TWO, write])])
+    text = explain_difference(3, [(0, [ONE, write]), (1, [TWO, write])])
     assert "ranks run different units in step 3: as collective 1" in text

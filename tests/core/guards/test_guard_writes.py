@@ -30,7 +30,7 @@ from fsdp_compose.base.torch_private import saved_tensor_hooks
 from fsdp_compose.buckets import gradients
 from fsdp_compose.core.guards import forward_writes, inner_backward, replicas
 from fsdp_compose.core.guards.replicas import checksum
-from fsdp_compose.core.guards.static_buffers import describe
+from fsdp_compose.core.guards.static_buffers import describe_units
 
 from harness import fake_world, simulate_ranks
 from models import (
@@ -326,12 +326,12 @@ def test_static_buffers_have_room_for_gradients(monkeypatch: pytest.MonkeyPatch)
         fully_shard(model, units=wrap.by_class({Complex}), static_buffers=True)
         inner = units(model)[1:] or units(model)
         square(model, data(0, rank).float()).backward()
-        for unit, member in zip(inner, describe(inner), strict=True):
+        for unit, member in zip(inner, describe_units(inner), strict=True):
             assert member.packed == tuple(packed.get(bucket, 0) for bucket in unit.buckets)
             assert member.gathered == tuple(b.full.nbytes for b in unit.buckets)
             assert sorted(map(bool, member.packed)) == [False, True, True]
         whole_everywhere = fully_shard(Complex(), strategy=ShardingStrategy.NO_SHARD)
-        (member,) = describe(units(whole_everywhere))
+        (member,) = describe_units(units(whole_everywhere))
         assert not any(member.packed)  # which is reduced where it is
 
     simulate_ranks(ranks)
