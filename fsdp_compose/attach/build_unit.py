@@ -187,7 +187,7 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
         mesh,
         shard,
         bucket_plan.mp,
-        plan.options.offload,
+        plan.options.offload_policy,
         spread,
     )
     for param, grad, taken in zip(params, grads, leaf_hooks, strict=True):
@@ -201,7 +201,7 @@ def _cut_shard(
     plan: UnitPlan, bucket_plan: BucketPlan, mesh: Mesh
 ) -> tuple[torch.Tensor, list[Entry]]:
     """This rank's shard of a bucket, and what each parameter is in it."""
-    layout, offload = bucket_plan.layout, plan.options.offload
+    layout, offload = bucket_plan.layout, plan.options.offload_policy
     parts = [item.part for item in bucket_plan.found]
     shard = torch.zeros(
         layout.shard_numel,

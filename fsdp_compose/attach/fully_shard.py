@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from fsdp_compose.attach.build_unit import (
@@ -27,7 +26,6 @@ from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.group import Transport, get_global_rank
 from fsdp_compose.base.mesh import MeshLike, compute_device
 from fsdp_compose.base.policy import (
-    INITS,
     GranularityLike,
     Init,
     MixedPrecision,
@@ -170,12 +168,11 @@ def fully_shard(
         options = Options(
             mesh=mesh,
             placement=place(strategy, reshard_after_forward),
-            offload=offload_policy,
-            mp=mp_policy,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
             granularity=granularity,
             prefetch=prefetch,
             init=init,
-            device=torch.device("cpu"),
             param_init_fn=param_init_fn,
             methods=methods,
             layout=layout,
@@ -185,8 +182,6 @@ def fully_shard(
         )
         if is_on_meta(modules):
             options = replace(options, device=compute_device(mesh, options.device))
-        if init not in INITS:
-            raise ValueError(f"fully_shard: init is {init!r}; wanted one of {INITS}.")
         plans = plan_shards(modules, options, units, Ignored.of(ignored))
         check_exchangeable("fully_shard", (item.param for plan in plans for item in plan.found))
         alike = [m for p in plans if p.options.methods is methods for m in p.modules]

@@ -88,7 +88,7 @@ def _group_parameters(
                 f"fully_shard: parameter {second!r} of unit {plan.name!r} is on {other}, but "
                 f"{first!r} is on {device}; move the module to one device first: module.to(device)."
             )
-        mp = precision_for(options.mp, name, param)
+        mp = precision_for(options.mp_policy, name, param)
         _check_gradient_dtype(plan, name, param, mp)
         chosen = MixedPrecision(
             mp.param_dtype,
@@ -103,7 +103,7 @@ def _group_parameters(
 def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) -> Mesh:
     """The mesh of the unit's buckets, which its options must fit."""
     options = plan.options
-    if options.offload.shards:
+    if options.offload_policy.shards:
         device = compute_device(options.mesh, device)
     mesh = resolve_mesh(
         options.mesh, device, options.placement, options.transport, options.deterministic
@@ -195,7 +195,7 @@ def unit_precision(plan: UnitPlan) -> MixedPrecision:
 
     Where the policy is a function, its answer for the unit's largest parameter.
     """
-    mp = plan.options.mp
+    mp = plan.options.mp_policy
     if isinstance(mp, MixedPrecision):
         return mp
     if not plan.found:

@@ -126,19 +126,19 @@ def _check_options(options: Options, where: str) -> None:
         require_group(where)
     for name, value, kind, such in (
         ("prefetch", options.prefetch, Prefetch, "Prefetch(forward=1, backward=1)"),
-        ("offload_policy", options.offload, Offload, "Offload(params=True)"),
+        ("offload_policy", options.offload_policy, Offload, "Offload(params=True)"),
     ):
         if not isinstance(value, kind):
             found = describe_value(value)
             raise TypeError(f"{where}: {name} is {found}; wanted such as fsdp_compose.{such}.")
-    if not isinstance(options.mp, MixedPrecision):
-        if not callable(options.mp):
+    if not isinstance(options.mp_policy, MixedPrecision):
+        if not callable(options.mp_policy):
             raise TypeError(
-                f"{where}: mp_policy is {describe_value(options.mp)}; wanted "
+                f"{where}: mp_policy is {describe_value(options.mp_policy)}; wanted "
                 "fsdp_compose.MixedPrecision(param_dtype=...), a function (fqn, parameter) that "
                 "returns one or None, or a dict of them by pattern of names."
             )
-        check_function(where, "mp_policy", options.mp, "(fqn, parameter)")
+        check_function(where, "mp_policy", options.mp_policy, "(fqn, parameter)")
     if options.transport is not None and not isinstance(options.transport, Transport):
         raise TypeError(
             f"{where}: transport is {options.transport!r}; wanted a Transport of "
@@ -175,7 +175,7 @@ def _check_patterns(plans: Sequence[UnitPlan]) -> None:
     """
     alike: dict[tuple[str, str], dict[ByName, str]] = {}  # with the first unit that asks it
     for plan in plans:
-        for option in (plan.options.mp, plan.options.granularity):
+        for option in (plan.options.mp_policy, plan.options.granularity):
             if isinstance(option, ByName):
                 group = alike.setdefault((option.option, repr(option.table)), {})
                 group.setdefault(option, plan.name)
@@ -250,7 +250,7 @@ def _split_full_precision(plans: list[UnitPlan]) -> list[UnitPlan]:
     heads = {id(module) for plan in plans for module in plan.modules}
     result: list[UnitPlan] = []
     for plan in plans:
-        mp = plan.options.mp
+        mp = plan.options.mp_policy
         if not isinstance(mp, MixedPrecision) or not mp.in_full_precision:
             result.append(plan)
             continue
@@ -296,26 +296,26 @@ def _full_precision(plan: UnitPlan, module: nn.Module, mp: MixedPrecision) -> Op
         keep_low_precision_grads=mp.keep_low_precision_grads,
         full_precision_in_eval=mp.full_precision_in_eval,
     )
-    return replace(plan.options, mp=full)
+    return replace(plan.options, mp_policy=full)
 
 
-_OVERRIDABLE = {
-    "mesh": "mesh",
-    "strategy": None,
-    "reshard_after_forward": None,
-    "mp_policy": "mp",
-    "offload_policy": "offload",
-    "ignored": None,
-    "granularity": "granularity",
-    "prefetch": "prefetch",
-    "init": "init",
-    "param_init_fn": "param_init_fn",
-    "methods": "methods",
-    "layout": "layout",
-    "transport": "transport",
-    "static_buffers": "static_buffers",
-}
-"""By option, the field of ``Options`` that it sets; None where it sets none by itself."""
+_OVERRIDABLE = (
+    "mesh",
+    "strategy",
+    "reshard_after_forward",
+    "mp_policy",
+    "offload_policy",
+    "ignored",
+    "granularity",
+    "prefetch",
+    "init",
+    "param_init_fn",
+    "methods",
+    "layout",
+    "transport",
+    "static_buffers",
+)
+"""Options that a policy may choose for one unit."""
 
 
 def _override_options(options: Options, overrides: dict[str, Any], name: str) -> Options:
@@ -324,13 +324,10 @@ def _override_options(options: Options, overrides: dict[str, Any], name: str) ->
     if unknown:
         raise ValueError(
             f"fully_shard: unit {name!r} overrides {sorted(unknown)}; wanted some of "
-            f"{tuple(_OVERRIDABLE)}."
+            f"{_OVERRIDABLE}."
         )
-    changed: dict[str, Any] = {
-        field: overrides[option]
-        for option, field in _OVERRIDABLE.items()
-        if field is not None and option in overrides
-    }
+    apart = ("strategy", "reshard_after_forward", "ignored")
+    changed = {option: value for option, value in overrides.items() if option not in apart}
     _check_options(replace(options, **changed), f"fully_shard: override of unit {name!r}")
     reshard = overrides.get("reshard_after_forward")
     if "strategy" in overrides:

@@ -292,23 +292,18 @@ def _describe_place(parallel: Parallel) -> str:
     return f"of {' and '.join(places)} of tensor parallelism, part at {parallel.offsets}"
 
 
-_COMPARED = {
-    "placement": "strategy and reshard_after_forward",
-    "offload": "offload_policy",
-    "prefetch": "prefetch",
-    "init": "init",
-    "methods": "methods",
-    "transport": "transport",
-    "deterministic": "deterministic",
-    "static_buffers": "static_buffers",
-}
-"""Options that are the same on every rank as they are written, and the arguments they came as."""
+_COMPARED = (
+    *("offload_policy", "prefetch", "init", "methods", "transport", "deterministic"),
+    "static_buffers",
+)
+"""Options that are the same on every rank as they are written, besides the placement."""
 
 
 def _option_values(plan: UnitPlan) -> list[tuple[str, str]]:
     """Options by argument; of those that are functions what they answered, or that there is one."""
     options = plan.options
-    values = [(argument, repr(getattr(options, name))) for name, argument in _COMPARED.items()]
+    values = [("strategy and reshard_after_forward", repr(options.placement))]
+    values += [(name, repr(getattr(options, name))) for name in _COMPARED]
     precision = unit_precision(plan)
     for field in fields(precision):
         value: Any = getattr(precision, field.name)

@@ -28,20 +28,22 @@ from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.layout.shards import Layout
 from fsdp_compose.sharded import Parallel, part_of
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of ``fully_shard``, checked."""
+    """The arguments of ``fully_shard`` under their names, and what follows from two of them."""
 
     mesh: MeshLike | None
-    placement: Placement
-    offload: Offload
-    mp: MixedPrecisionLike
+    placement: Placement  # from strategy and reshard_after_forward
+    mp_policy: MixedPrecisionLike
+    offload_policy: Offload
     granularity: GranularityLike
     prefetch: Prefetch
     init: Init
-    device: torch.device  # where meta parameters are materialised
-    param_init_fn: Any = None  # as for fully_shard
+    device: torch.device = _CPU  # where meta parameters are materialised
+    param_init_fn: Any = None
     methods: Sequence[str] = ("forward",)  # that gather; of a unit, without "forward"
     layout: PlanLayout = plan_layout
     transport: Transport | None = None
@@ -49,10 +51,10 @@ class Options:
     static_buffers: bool | int = False  # gathered at fixed addresses, in so many by turns
 
     def __post_init__(self) -> None:
-        for name, option in (("mp", "mp_policy"), ("granularity", "granularity")):
+        for name in ("mp_policy", "granularity"):
             value: Any = getattr(self, name)
             if isinstance(value, Mapping):
-                object.__setattr__(self, name, ByName(option, dict(value)))
+                object.__setattr__(self, name, ByName(name, dict(value)))
 
     @property
     def buffers_in_turn(self) -> int:

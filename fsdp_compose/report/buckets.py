@@ -184,7 +184,7 @@ def describe_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
     numel = sum(extent.numel for extent in bucket.layout.extents)
     param, options = bucket.found[0].param, plan.options
     device = options.device if param.is_meta else param.device
-    stays = not options.offload.shards or device == bucket.mesh.device
+    stays = not options.offload_policy.shards or device == bucket.mesh.device
     same = bucket.mp.dtypes_for(bucket.storage_dtype).compute == bucket.storage_dtype
     return PlannedBucket(
         unit=plan.name,
@@ -193,7 +193,9 @@ def describe_plan(plan: UnitPlan, bucket: BucketPlan) -> PlannedBucket:
         trained_numel=numel if param.requires_grad else 0,
         spread=options.placement.spread,
         in_place=bucket.layout.world_size == 1 and same and stays,
-        **_describe_layout(bucket, bucket.storage_dtype, options.offload, options.placement.fused),
+        **_describe_layout(
+            bucket, bucket.storage_dtype, options.offload_policy, options.placement.fused
+        ),
     )
 
 

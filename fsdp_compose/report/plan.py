@@ -186,22 +186,13 @@ def _find_device(modules: Sequence[nn.Module], options: Options) -> torch.device
 
 def _survey(modules: Sequence[nn.Module], chosen: Mapping[str, Any]) -> Survey:
     """What ``fully_shard`` would build with these arguments."""
-    options = Options(
-        mesh=chosen["mesh"],
-        placement=place(chosen["strategy"], chosen["reshard_after_forward"]),
-        offload=chosen["offload_policy"],
-        mp=chosen["mp_policy"],
-        granularity=chosen["granularity"],
-        prefetch=chosen["prefetch"],
-        static_buffers=chosen["static_buffers"],
-        init="as_is",
-        device=torch.device("cpu"),
-    )
+    named = dict(chosen)
+    units, ignored = named.pop("units"), Ignored.of(named.pop("ignored"))
+    placement = place(named.pop("strategy"), named.pop("reshard_after_forward"))
+    options = Options(placement=placement, init="as_is", **named)
     if is_on_meta(modules):
         options = replace(options, device=_find_device(modules, options))
-    return survey_plans(
-        modules, plan_shards(modules, options, chosen["units"], Ignored.of(chosen["ignored"]))
-    )
+    return survey_plans(modules, plan_shards(modules, options, units, ignored))
 
 
 def _activations(
