@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.arguments import check_function, check_not_negative, describe_value
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.layout.matrix_work import matrix_work
 from fsdp_compose.optim.matrices import (
     Matrix,
@@ -158,9 +159,8 @@ class OwnerOptimizer(Optimizer):
         """Make the matrices and the optimizer, on all ranks or on none."""
         problem, facts = None, OwnerFacts("", [], [])
         try:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self._matrices.append(make_matrix(param))
+            for param in parameters_of(self):
+                self._matrices.append(make_matrix(param))
             self.optimizer = self._make_optimizer(make)
             facts = self._list_facts(work)
         except Exception as error:
@@ -313,5 +313,5 @@ def _check_closure(optimizer: Optimizer) -> None:
 def _is_over(optimizer: object, params: list[nn.Parameter]) -> bool:
     if not isinstance(optimizer, Optimizer):
         return False
-    found = [p for group in optimizer.param_groups for p in group["params"]]
+    found = parameters_of(optimizer)
     return list(map(id, found)) == list(map(id, params))

@@ -11,8 +11,7 @@ unscales.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_stack import is_scaled_by_torch
 from fsdp_compose.buckets.bucket import Bucket
@@ -195,7 +195,7 @@ _STEPPED_KEY = "_fsdp_compose_stepped"
 
 def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
     """Those that plain parameters of the optimizer are over; looked up where others are in it."""
-    params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    params = parameters_of(optimizer)
     known = _stepped_by(optimizer)
     is_known = len(params) == len(known.params) and all(map(is_, params, known.params))
     if not is_known or any(map(_has_lost, known.buckets)):

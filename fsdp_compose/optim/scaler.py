@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_over
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.entries import find_entry
@@ -110,7 +111,7 @@ def _is_needed_on_host(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer
     """Whether it is on a device, and some gradient is not."""
     if found_inf.device.type == "cpu":
         return False
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    params = parameters_of(optimizer)
     grads = (param.grad for param in params)
     return any(grad is not None and grad.device.type == "cpu" for grad in grads)
 
@@ -130,7 +131,7 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> dict[Group, torch.device]:
 
 def _list_sharded(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The sharded parameters of an optimizer, or those that its plain ones are over."""
-    given = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    given = parameters_of(optimizer)
     leaves = chain.from_iterable(map(leaves_of, map(leaf_of, given)))
     return list(filter(is_sharded_parameter, leaves))
 

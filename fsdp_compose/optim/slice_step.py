@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain, repeat
-from operator import itemgetter
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -27,6 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.strides import flatten
 from fsdp_compose.base.torch_private import (
     NO_CAPTURE_WARNING,
@@ -61,7 +61,6 @@ _ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
 }
 """By their step, the optimizers whose element k depends on elements k of what they are given."""
 
-_get_params = itemgetter("params")
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _plans: WeakKeyDictionary[Optimizer, StepPlan] = WeakKeyDictionary()
 
@@ -75,7 +74,7 @@ def hook_slice_step(optimizer: Optimizer) -> None:
     unhook_slice_step(optimizer)
     if _find_kind(optimizer) is None:
         return
-    params = chain.from_iterable(map(_get_params, optimizer.param_groups))
+    params = parameters_of(optimizer)
     if _SHARDED.isdisjoint(map(type, params)):
         check_plain_steps(optimizer)
     else:
@@ -112,7 +111,7 @@ def _step_slices(optimizer: Optimizer, args: Any, kwargs: Any) -> Hooked | None:
     again = () if closure is None else (lambda: loss,)
     kind = _find_kind(optimizer)
     assert kind is not None
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of(optimizer)
     if not _take_step(optimizer, params):
         return (optimizer, *again), {}
     return (_make_empty(kind, optimizer), *again), {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_compose.base.attributes import get_grad
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.sharded import ShardedTensor, ShardedWeightError, ShardSpec, is_sharded, spec_of
@@ -36,7 +37,7 @@ def check_state(optimizer: Optimizer) -> bool:
         ShardedWeightError: naming it.
     """
     is_right = True
-    for param in [param for group in optimizer.param_groups for param in group["params"]]:
+    for param in parameters_of(optimizer):
         with raw():
             is_stepped = get_grad(param) is not None
         spec = spec_of(param) if is_sharded(param) else None

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_compose.base.attributes import get_grad, requires_grad
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -110,10 +111,9 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     if not logs:
         return
     unknown: dict[object, Log] = {log: log for log in logs if log.steps.parameter is None}
-    params = (param for group in optimizer.param_groups for param in group["params"])
     noted: set[Log] = set()
     with raw():
-        for param in params:
+        for param in parameters_of(optimizer):
             bucket = _find_bucket(param)
             log: Any = None if bucket is None else bucket.users.caller
             if bucket is None or log is None:
@@ -181,7 +181,7 @@ def _is_of(param: nn.Parameter, log: Log) -> bool:
 
 def _list_without_gradient(optimizer: torch.optim.Optimizer, log: Log) -> list[tuple[str, str]]:
     """(unit, parameter) of the sharded parameters that were to be trained and had no gradient."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of(optimizer)
     with raw():
         missing = list(compress(params, map(is_, map(get_grad, params), repeat(None))))
         trained = [p for p in missing if is_sharded_parameter(p) and requires_grad(p)]
@@ -226,8 +226,7 @@ def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
     shown = {id(entry.held): entry for unit in opened for entry in unit.entries}
     if not shown:
         return []
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [e for p in params if (e := shown.get(id(p))) is not None and rest(e)]
+    return [e for p in parameters_of(optimizer) if (e := shown.get(id(p))) is not None and rest(e)]
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -244,14 +243,11 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
         if not waits and not engine.schedule.prefetched:
             continue
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if not is_sharded_parameter(param):
-                    continue
-                if waits:
-                    check_stepped(owner_of(find_entry(param)), caller, param)
-                if engine.schedule.prefetched:
-                    engine.schedule.drop_prefetched()
+        for param in filter(is_sharded_parameter, parameters_of(optimizer)):
+            if waits:
+                check_stepped(owner_of(find_entry(param)), caller, param)
+            if engine.schedule.prefetched:
+                engine.schedule.drop_prefetched()
     check_unaveraged(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:
         _check_any_gradient(optimizer)
@@ -265,7 +261,7 @@ def _refuse_inside(engine: Engine, optimizer: torch.optim.Optimizer, caller: str
     """
     running = [u for u in engine.schedule.active if u.run.calls and count_calls(u.links.heads)]
     held = {bucket: unit for unit in running for bucket in unit.gathered if not bucket.in_place}
-    for param in [param for group in optimizer.param_groups for param in group["params"]]:
+    for param in parameters_of(optimizer):
         bucket = _find_bucket(param) if held else None
         with raw():
             is_stepped = get_grad(param) is not None
@@ -295,8 +291,7 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, caller: str) -> None:
     }
     if not deterministic:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for spec in map(spec_of, filter(is_sharded_parameter, params)):
+    for spec in map(spec_of, filter(is_sharded_parameter, parameters_of(optimizer))):
         if (chosen := deterministic.get(id(spec.residence))) is not None:
             raise RuntimeError(
                 f"{caller}: it has fused=True and was given {spec.fqn!r} (unit {spec.unit!r}), "
@@ -312,17 +307,16 @@ def _refuse_torchao(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         RuntimeError: naming one.
     """
-    for group in optimizer.param_groups:
-        for param in filter(is_sharded_parameter, group["params"]):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): it was given {spec_of(param).fqn!r} (unit "
-                f"{spec_of(param).unit!r}), which is sharded. {QUANTIZING}"
-            )
+    for param in filter(is_sharded_parameter, parameters_of(optimizer)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): it was given {spec_of(param).fqn!r} (unit "
+            f"{spec_of(param).unit!r}), which is sharded. {QUANTIZING}"
+        )
 
 
 def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
     """Raise when no parameter has a gradient, though a sharded one is to be trained."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of(optimizer)
     with raw():
         if any(get_grad(param) is not None for param in params):
             return

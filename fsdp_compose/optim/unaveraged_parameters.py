@@ -9,8 +9,6 @@ which comes before, is an error too: the norm would differ between ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose.base.attributes import requires_grad
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.base.tracked import find_tracked, tracked_kinds
@@ -56,7 +55,7 @@ def check_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     """
     units = [len(engine.units) for engine in here.engines.values()]
     units += [log.units for engine in here.engines.values() for log in engine.logs.values()]
-    params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    params = parameters_of(optimizer)
     with raw():
         seen = _Seen(units, list(map(id, params)), list(map(requires_grad, params)))
     if _known.get(optimizer) == seen:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.torch_stack import state_api_under_way
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.checkpoint.optimizer.shapes import is_one_number
@@ -45,7 +46,7 @@ def watch_optimizer(optimizer: Optimizer) -> None:
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of(optimizer)
     if any(is_sharded_parameter(param) or source_of(param) is not None for param in params):
         # A wrapper that never called Optimizer.__init__ has no place for hooks.
         with contextlib.suppress(AttributeError):
@@ -69,7 +70,7 @@ def _before_saving(optimizer: Optimizer) -> None:
         return
     if isinstance(optimizer, OwnerOptimizer):
         why = "holds state of the parameters that this rank owns alone (owner_step)"
-    elif any(source_of(p) is not None for g in optimizer.param_groups for p in g["params"]):
+    elif any(source_of(p) is not None for p in parameters_of(optimizer)):
         why = "holds plain parameters over slices, which have no names in the module"
     else:
         return
@@ -121,27 +122,26 @@ def _cut_whole(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise for state of another layout under plain parameters over slices."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            source = source_of(param)
-            if source is None:
+    for param in parameters_of(optimizer):
+        source = source_of(param)
+        if source is None:
+            continue
+        entry = None if source.entry is None else source.entry()
+        whole = None if entry is None else entry.spec.whole_shape
+        for key, value in state.get(id(param), {}).items():
+            if not isinstance(value, Tensor) or not value.ndim or value.shape == param.shape:
                 continue
-            entry = None if source.entry is None else source.entry()
-            whole = None if entry is None else entry.spec.whole_shape
-            for key, value in state.get(id(param), {}).items():
-                if not isinstance(value, Tensor) or not value.ndim or value.shape == param.shape:
-                    continue
-                if is_one_number(key, value):
-                    continue
-                cut = key in ELEMENTWISE and value.ndim == 1
-                if is_sharded(value) or value.shape == whole or cut:
-                    name = "a bucket" if entry is None else repr(entry.spec.fqn)
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__}: state {key!r} of {name} has shape "
-                        f"{tuple(value.shape)}, this rank's slice {tuple(param.shape)}: it is of "
-                        "another layout. Call fsdp_compose.load_optim_state_dict(module, "
-                        "optimizer, state_dict), which cuts state of any layout."
-                    )
+            if is_one_number(key, value):
+                continue
+            cut = key in ELEMENTWISE and value.ndim == 1
+            if is_sharded(value) or value.shape == whole or cut:
+                name = "a bucket" if entry is None else repr(entry.spec.fqn)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: state {key!r} of {name} has shape "
+                    f"{tuple(value.shape)}, this rank's slice {tuple(param.shape)}: it is of "
+                    "another layout. Call fsdp_compose.load_optim_state_dict(module, "
+                    "optimizer, state_dict), which cuts state of any layout."
+                )
 
 
 def _mark_slices(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
@@ -163,7 +164,7 @@ def _write(targets: Targets, given: Mapping[str, Any]) -> None:
         watch_optimizer(one)
         with checked_state():
             load_numbered(one, plain)
-        params = [p for group in one.param_groups for p in group["params"]]
+        params = parameters_of(one)
         for number, values in plain["state"].items():
             own = one.state.get(params[number], {})
             own.update({k: _keep_text(v, own[k]) for k, v in values.items() if k in own})
