@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -34,38 +35,6 @@ class Loan:
     lent_as: str
 
 
-@dataclass(eq=False)
-class Record:
-    """A unit as the survey found it; ``held`` and ``borrowed`` index the survey's buckets."""
-
-    name: str
-    classes: tuple[str, ...]
-    modules: list[nn.Module]
-    held: list[int]
-    borrowed: list[int]
-    loans: tuple[Loan, ...]
-    ties: tuple[tuple[str, ...], ...]
-    keep: bool | None
-    reshard_after_backward: bool
-    is_unread: bool  # its backward reads no weight, so it is not gathered for it
-    prefetch: Prefetch
-    static_buffers: int  # how many such units take turns in; 0: it has none
-    places: dict[tuple[int, str], Use]
-    forward_list: list[Record] | None = None
-    backward_list: list[Record] | None = None
-
-    @property
-    def gathered(self) -> list[int]:
-        """Buckets that are gathered with the unit."""
-        return self.held + self.borrowed
-
-    @property
-    def routes(self) -> list[int]:
-        """Buckets whose gradients the unit makes."""
-        trained = {use.bucket for use in self.places.values() if use.grad_bytes}
-        return [i for i in self.gathered if i in trained]
-
-
 @dataclass(frozen=True)
 class Use:
     """A parameter where a module of a unit reads it."""
@@ -74,6 +43,77 @@ class Use:
     name: str
     bucket: int  # index in the survey
     grad_bytes: int  # of its full gradient; 0 where it needs none
+
+
+@dataclass(frozen=True)
+class Read:
+    """A parameter as one unit reads it."""
+
+    use: Use
+    slots: Sequence[Slot]  # where modules of the unit read it
+    names: tuple[str, ...]  # under which they do
+    lender: str | None  # the unit whose bucket it lies in, where that is another one
+    lent_as: str
+
+
+@dataclass(eq=False)
+class Record:
+    """A unit as the survey found it; ``held`` and ``borrowed`` index the survey's buckets."""
+
+    name: str
+    modules: list[nn.Module]
+    held: list[int]
+    reads: list[Read]
+    keep: bool | None
+    reshard_after_backward: bool
+    unshard_in_backward: bool | None
+    prefetch: Prefetch
+    static_buffers: int  # how many such units take turns in; 0: it has none
+    forward_list: list[Record] | None = None
+    backward_list: list[Record] | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(type(module).__name__ for module in self.modules)
+
+    @cached_property
+    def borrowed(self) -> list[int]:
+        used = dict.fromkeys(read.use.bucket for read in self.reads)
+        return [index for index in used if index not in self.held]
+
+    @property
+    def gathered(self) -> list[int]:
+        """Buckets that are gathered with the unit."""
+        return self.held + self.borrowed
+
+    @cached_property
+    def places(self) -> dict[tuple[int, str], Use]:
+        """What is read at each place of the unit's modules."""
+        return {(id(slot.values), slot.name): r.use for r in self.reads for slot in r.slots}
+
+    @property
+    def routes(self) -> list[int]:
+        """Buckets whose gradients the unit makes."""
+        trained = {use.bucket for use in self.places.values() if use.grad_bytes}
+        return [i for i in self.gathered if i in trained]
+
+    @property
+    def loans(self) -> tuple[Loan, ...]:
+        return tuple(
+            Loan(read.names[0], read.lender, read.lent_as)
+            for read in self.reads
+            if read.lender is not None
+        )
+
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """Names of each parameter that the unit reads under several."""
+        return tuple(read.names for read in self.reads if len(read.names) > 1)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether its backward reads no weight, so that it is not gathered for it."""
+        return not (self.unshard_in_backward or self.keep) and self.reshard_after_backward
 
 
 @dataclass(frozen=True)
@@ -127,7 +167,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     records: dict[int, Record] = {}
     unheld = index.keys() - {id(bucket) for unit in units for bucket in unit.buckets}
     for unit in units:
-        reads: list[_Read] = []
+        reads: list[Read] = []
         held = [b for b in unit.gathered if b in unit.buckets or id(b) in unheld]
         unheld -= set(map(id, held))  # of units outside of the module: the first that reads it
         for position, entry in enumerate(unit.entries):
@@ -138,8 +178,8 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             grad_bytes = trained * owner.full.element_size()
             use = Use(id(entry.param), name_of(entry), index[id(owner)], grad_bytes)
             lender = entry.spec.unit if owner not in unit.buckets else None
-            reads.append(_Read(use, slots, names or (entry.spec.fqn,), lender, use.name))
-        records[id(unit)] = _record(
+            reads.append(Read(use, slots, names or (entry.spec.fqn,), lender, use.name))
+        records[id(unit)] = Record(
             unit.name,
             [m for ref in unit.modules if (m := ref()) is not None],
             [index[id(bucket)] for bucket in held],
@@ -180,7 +220,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
                 owned[id(item.param)] = len(survey.buckets), plan, name
                 _note_split(survey, name, item.parallel)
             survey.buckets.append(describe_plan(plan, bucket))
-        reads: list[_Read] = []
+        reads: list[Read] = []
         for item in plan.found:
             index, owner, lent_as = owned[id(item.param)]
             names = tuple(map(plan.full_name, item.names))
@@ -188,9 +228,9 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
             grad_bytes = trained * survey.buckets[index].compute.itemsize
             use = Use(id(item.param), names[0], index, grad_bytes)
             lender = owner.name if owner is not plan else None
-            reads.append(_Read(use, item.slots, names, lender, lent_as))
+            reads.append(Read(use, item.slots, names, lender, lent_as))
         survey.records.append(
-            _record(
+            Record(
                 plan.name,
                 plan.modules,
                 list(range(first, len(survey.buckets))),
@@ -205,50 +245,6 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
     _walk(modules, survey, set(owned))
     survey.buffer_bytes = _planned_buffers(modules, plans)
     return survey
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A parameter as one unit reads it."""
-
-    use: Use
-    slots: Sequence[Slot]  # where modules of the unit read it
-    names: tuple[str, ...]  # under which they do
-    lender: str | None  # the unit whose bucket it lies in, where that is another one
-    lent_as: str
-
-
-def _record(
-    name: str,
-    modules: list[nn.Module],
-    held: list[int],
-    reads: Sequence[_Read],
-    keep: bool | None,
-    reshard_after_backward: bool,
-    unshard_in_backward: bool | None,
-    prefetch: Prefetch,
-    static_buffers: int,
-) -> Record:
-    used = dict.fromkeys(read.use.bucket for read in reads)
-    return Record(
-        name=name,
-        classes=tuple(type(module).__name__ for module in modules),
-        modules=modules,
-        held=held,
-        borrowed=[index for index in used if index not in held],
-        loans=tuple(
-            Loan(read.names[0], read.lender, read.lent_as)
-            for read in reads
-            if read.lender is not None
-        ),
-        ties=tuple(read.names for read in reads if len(read.names) > 1),
-        keep=keep,
-        reshard_after_backward=reshard_after_backward,
-        is_unread=not (unshard_in_backward or keep) and reshard_after_backward,
-        prefetch=prefetch,
-        static_buffers=static_buffers,
-        places={(id(s.values), s.name): read.use for read in reads for s in read.slots},
-    )
 
 
 def _name_slots(slots: Iterable[Slot], paths: Mapping[int, str]) -> tuple[str, ...]:
