@@ -265,51 +265,50 @@ def _now(engine: Engine) -> Iterator[str]:
 
 
 def _next(units: Sequence[Unit]) -> Iterator[str]:
-    def named(found: Sequence[Unit]) -> str:
-        return quote_names(unit.name for unit in found)
-
-    by_user = [unit for unit in units if Hold.USER in unit.holds]
-    if by_user:
-        yield f"stay gathered until reshard(module): {named(by_user)}"
-    retained = [unit for unit in units if Hold.RETAINED in unit.holds]
-    if retained:
-        yield f"stay gathered until the backward over their graph has run: {named(retained)}"
-    waits = [u for u in units if u.holds == {Hold.KEPT} and u.switches.reshard_after_backward]
-    if waits:
-        yield (
-            f"stay gathered until backward, or the next forward: {named(waits)}; if there is no "
-            "backward to come, run forward under torch.no_grad(), or call reshard(module)"
-        )
-    stale = [unit for unit in units if any(_is_stale(unit, b) for b in unit.gathered)]
-    if stale:
-        yield f"gathered again in the next forward, their shards have changed: {named(stale)}"
     packed = [unit for unit in units if any(bucket.arriving.packed for bucket in unit.buckets)]
-    if packed:
-        action = (
-            "the next backward with gradient sync adds to them and reduces them once"
-            if any(not unit.switches.sync for unit in packed)
-            else "reduced when this backward, or the next, ends"
-        )
-        yield f"full gradients wait to be reduced: {named(packed)}; {action}"
-    partial = [u for u in units if any(b.arriving.partial is not None for b in u.buckets)]
-    if partial:
-        yield (
-            f"gradients wait for the all-reduce over replicas: {named(partial)}; the next backward "
-            "with set_requires_all_reduce(module, True) completes them"
-        )
+    action = (
+        "the next backward with gradient sync adds to them and reduces them once"
+        if any(not unit.switches.sync for unit in packed)
+        else "reduced when this backward, or the next, ends"
+    )
+    rows = (
+        (
+            [u for u in units if Hold.USER in u.holds],
+            "stay gathered until reshard(module): {}",
+        ),
+        (
+            [u for u in units if Hold.RETAINED in u.holds],
+            "stay gathered until the backward over their graph has run: {}",
+        ),
+        (
+            [u for u in units if u.holds == {Hold.KEPT} and u.switches.reshard_after_backward],
+            "stay gathered until backward, or the next forward: {}; if there is no backward to "
+            "come, run forward under torch.no_grad(), or call reshard(module)",
+        ),
+        (
+            [u for u in units if any(_is_stale(u, b) for b in u.gathered)],
+            "gathered again in the next forward, their shards have changed: {}",
+        ),
+        (packed, f"full gradients wait to be reduced: {{}}; {action}"),
+        (
+            [u for u in units if any(b.arriving.partial is not None for b in u.buckets)],
+            "gradients wait for the all-reduce over replicas: {}; the next backward with "
+            "set_requires_all_reduce(module, True) completes them",
+        ),
+        (
+            [u for u in units if any(b.arriving.waiting is not None for b in u.buckets)],
+            "gradients of earlier microbatches are not in .grad: {}; the next backward with "
+            "set_is_last_backward(module, True) brings them there",
+        ),
+        (
+            [u for u in units if held_gradients(u)],
+            "have gradients: {}; the next backward adds to them unless zero_grad() is called first",
+        ),
+    )
+    for found, text in rows:
+        if found:
+            yield text.format(quote_names(unit.name for unit in found))
     yield from _count_microbatches(units)
-    waiting = [u for u in units if any(b.arriving.waiting is not None for b in u.buckets)]
-    if waiting:
-        yield (
-            f"gradients of earlier microbatches are not in .grad: {named(waiting)}; the next "
-            "backward with set_is_last_backward(module, True) brings them there"
-        )
-    held = [unit for unit in units if held_gradients(unit)]
-    if held:
-        yield (
-            f"have gradients: {named(held)}; the next backward adds to them unless zero_grad() is "
-            "called first"
-        )
 
 
 _MORE = ("gathered", "packed", "partial", "waiting", "spread", "weight_copies")
