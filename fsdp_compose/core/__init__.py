@@ -5,7 +5,7 @@ Files, each importing only from those above it:
     guards/rank_differences     what ranks did differently, in words
     guards/compared_steps       steps of optimizers and other writes into parameters
     guards/guessed_use          what ranks take others to have used, until they compare it
-    guards/collective_log       ranks compare what they communicate (D2)
+    guards/collective_log       ranks compare what they communicate
     schedule                    when units are gathered, kept, released and reduced: plain rules
     records                     what a unit remembers besides its buckets
     guards/copied_units         a deep copy has buckets of its own
@@ -22,7 +22,7 @@ Files, each importing only from those above it:
     guards/units                the units of a module, or of what it is a part of
     guards/recording_modes      forwards under modes that record or fake operators are refused
     gathering                   gathers and releases units, and sets what their modules read
-    guards/replaced_parameters  parameters replaced since their unit was sharded (D5)
+    guards/replaced_parameters  parameters replaced since their unit was sharded
     guards/kept_tensors         backwards that begin at a tensor made inside a forward
     guards/kept_views           views of a gathered weight that outlive its release
     guards/compared_records     what was done to weights is compared before they leave the run
@@ -45,15 +45,15 @@ Files, each importing only from those above it:
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/standing_views       parameters of forwards under no_grad that turn gradients on inside
     guards/static_buffers       units at fixed addresses take turns
-    guards/added_parameters     parameters added to a unit since it was sharded (D5)
+    guards/added_parameters     parameters added to a unit since it was sharded
     guards/callers              threads, child processes and recorders that may not run a unit
     guards/connect              full tensors at hand, connected to the sharded parameters
-    guards/surroundings         trainable parameters beside sharded ones (D18)
+    guards/surroundings         trainable parameters beside sharded ones
     guards/cut_graphs           gradients whose graph tensor parallelism would cut
     guards/inner_backward       backward that reaches a unit through an inner tensor
     guards/functional_calls     forwards on other tensors than the gathered parameters
     guards/hooked_weights       gradient hooks that a forward registers on gathered weights
-    guards/forward_writes       weights written while a forward runs (D16)
+    guards/forward_writes       weights written while a forward runs
     guards/order_changes        says when the order of units changed
     guards/partly_run           units of whose modules a forward left some out
     guards/interrupts           units whose forward was interrupted, and their gradients

@@ -136,7 +136,7 @@ def end_task(engine: Engine, task_id: int) -> None:
 
 
 def end_step(engine: Engine, trained: bool) -> None:
-    """After a backward, or a forward without one: the ranks compare what they ran (D2).
+    """After a backward, or a forward without one: the ranks compare what they ran.
 
     They compare over the groups of the units that ran: ranks that share a group of another model
     may be in different stages of a pipeline now, and would wait for each other for ever.
