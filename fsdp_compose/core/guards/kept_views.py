@@ -20,7 +20,7 @@ from itertools import chain
 from sys import getrefcount
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.attributes import ABOUT_SHAPES
@@ -94,20 +94,23 @@ _HARMLESS = ABOUT_SHAPES | {Tensor.storage_offset, Tensor.stride, Tensor.untyped
 def guard_attributes(unit: Unit) -> None:
     """Guard what the unit's modules keep of its gathered weights, as attributes or in lists."""
     found = _storages([unit])
-    for ref in unit.modules if found else ():
-        module = ref()
-        for submodule in () if module is None else module.modules():
-            own = vars(submodule)
-            buffers: Any = buffer_slots(submodule)  # a scripted module's are in C++
-            holders: list[Any] = [own, buffers] if isinstance(buffers, dict) else [own]
-            holders += [v for k, v in own.items() if type(v) in (list, dict) and k[:1] != "_"]
-            for holder in holders:
-                items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-                for key, value in list(items):
-                    bucket = _bucket_of(value, found)
-                    if bucket is not None:
-                        holder[key] = _guard(value, bucket)
-                        unit.checks.keeps_views = True
+    modules = [module for ref in unit.modules if (module := ref()) is not None] if found else []
+    for submodule in chain.from_iterable(module.modules() for module in modules):
+        for holder in _list_holders(submodule):
+            items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+            for key, value in list(items):
+                bucket = _bucket_of(value, found)
+                if bucket is not None:
+                    holder[key] = _guard(value, bucket)
+                    unit.checks.keeps_views = True
+
+
+def _list_holders(module: nn.Module) -> list[Any]:
+    """Where a module keeps tensors: its attributes, buffers, and its own lists and dictionaries."""
+    own = vars(module)
+    buffers: Any = buffer_slots(module)  # a scripted module's are in C++
+    holders: list[Any] = [own, buffers] if isinstance(buffers, dict) else [own]
+    return holders + [v for k, v in own.items() if type(v) in (list, dict) and k[:1] != "_"]
 
 
 def note_forward(units: Sequence[Unit]) -> None:
