@@ -127,11 +127,11 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         leaves = list(chain.from_iterable(map(leaves_of, map(clipped_of, shown))))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
+    # Gradients that are settled may lie elsewhere, and are looked up again.
     found, left = join_buckets(sharded) if joins else ([], sharded)
-    firsts = [*[gradient.param for gradient in found], *left]
-    if settle_gradients(list_mirrors(firsts)):
+    if settle_gradients(list_mirrors([*[gradient.param for gradient in found], *left])):
         found, left = join_buckets(sharded) if joins else ([], sharded)
-        firsts = [*[gradient.param for gradient in found], *left]
+    firsts = [*[gradient.param for gradient in found], *left]
     refuse_waiting(firsts, caller)
     return found + _take_one_by_one(params, left, others)
 
