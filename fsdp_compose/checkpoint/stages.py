@@ -163,11 +163,7 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     known: dict[tuple[int, ...], int] = {}
     if any(known.setdefault(r, s) != s for report in reports for r, s in report.copies.items()):
         _warn_of_copies(what, gather_objects(copies, group), group)
-    held = [(name, rank) for rank, report in enumerate(reports) for name in report.of_fewer]
-    first = dict(reversed(held))
-    for ranks in members:
-        plain = {rank: reports[rank].plain for rank in ranks}
-        first = {**_compare_plain(what, plain, group), **first}
+    first = _find_first_holders(what, reports, members, group)
     stages = Stages(
         group,
         (tuple(range(group.size)),),
@@ -179,13 +175,29 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     if len(members) == 1 or not any(report.has_units for report in reports):
         return stages
     own = next(i for i, ranks in enumerate(members) if group.rank in ranks)
-    stages = replace(stages, members=members, mine=own)
+    return _compare_stages(what, module, replace(stages, members=members, mine=own), saves)
+
+
+def _find_first_holders(
+    what: str, reports: Sequence[_Report], members: Sequence[tuple[int, ...]], group: Group
+) -> dict[str, int]:
+    """By name of what fewer ranks of a stage hold, the first of them."""
+    held = [(name, rank) for rank, report in enumerate(reports) for name in report.of_fewer]
+    first = dict(reversed(held))
+    for ranks in members:
+        plain = {rank: reports[rank].plain for rank in ranks}
+        first = {**_compare_plain(what, plain, group), **first}
+    return first
+
+
+def _compare_stages(what: str, module: nn.Module, stages: Stages, saves: bool) -> Stages:
+    """Find which names other stages have, and check what several have; as of ``find_stages``."""
     values: dict[str, Any] = {}
-    with SharedErrors(group):
+    with SharedErrors(stages.group):
         values = contents_of(module).values
     by_stage = stages.gather(list(values))
-    before = {name for listed in by_stage[:own] for name in listed}
-    others = {name for i, listed in enumerate(by_stage) if i != own for name in listed}
+    before = {name for listed in by_stage[: stages.mine] for name in listed}
+    others = {name for i, listed in enumerate(by_stage) if i != stages.mine for name in listed}
     stages = replace(
         stages,
         elsewhere=(stages.elsewhere | others) - set(values),
