@@ -32,6 +32,7 @@ from fsdp_compose.checkpoint.contents import (
 )
 from fsdp_compose.checkpoint.model import (
     Kind,
+    Matched,
     StateDictType,
     buffer_dtypes,
     find_unreadable,
@@ -293,29 +294,40 @@ def before_load(
     if any(is_ready(value) or id(value) in leaves for value in given.values()):
         return  # an outer unit's hook has converted these values
     versions = getattr(state_dict, "_metadata", None)
-    groups = meet_in("load_state_dict", module)
-    call = load_under_way()
-    custom = changes_keys_on_load(call.get("self", module))
-    strict = bool(call.get("strict")) and not custom
-    matched = match(module, current, given, strict, changes_keys_on_load(module), versions)
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
-    unreadable = None if custom else find_unreadable(matched, written)
-    raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
+    matched, custom = _match_given(module, given, current, versions, assign)
     if matched.local is not None:
         _raw_shards[module] = matched.local
     forget_records(iter_units(module))
     clean = name_cleaner(module)
+    ready = {k: prepare(v, current[k], not custom) for k, v in matched.values.items()}
+    if assign:
+        casts, units = buffer_dtypes(module), list(iter_units(module))
+        ready = {k: _to_assign(v, current[k], clean(k) in casts, units) for k, v in ready.items()}
     for key in given:
         if clean(key) not in matched.unexpected:
             del state_dict[prefix + key]
     if any(key.startswith(CHECKPOINTED) for key in given):
         prefix += CHECKPOINTED  # the module is a wrapper, whose own hook ran before this one
-    ready = {k: prepare(v, current[k], not custom) for k, v in matched.values.items()}
-    if assign:
-        casts, units = buffer_dtypes(module), list(iter_units(module))
-        ready = {k: _to_assign(v, current[k], clean(k) in casts, units) for k, v in ready.items()}
     state_dict.update((prefix + key, value) for key, value in ready.items())
+
+
+def _match_given(
+    module: nn.Module, given: dict[str, Any], current: dict[str, Any], versions: Any, assign: bool
+) -> tuple[Matched, bool]:
+    """Match what is loaded with what the module has, alike on all ranks, or raise on all.
+
+    The second is whether keys are the user's own, which only the user's code can read.
+    """
+    groups = meet_in("load_state_dict", module)
+    call = load_under_way()
+    custom = changes_keys_on_load(call.get("self", module))
+    strict = bool(call.get("strict")) and not custom
+    matched = match(module, current, given, strict, changes_keys_on_load(module), versions)
+    written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
+    unreadable = None if custom else find_unreadable(matched, written)
+    raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
+    return matched, custom
 
 
 def _to_assign(value: Any, current: Any, is_cast: bool, units: Iterable[Unit]) -> Any:
