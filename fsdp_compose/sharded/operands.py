@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.torch_private import is_opaque, transforms_active
+from fsdp_compose.base.torch_private import beneath_transforms, is_opaque
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.sharded import ops
 from fsdp_compose.sharded.advice import INTO_SCOPE, advise_on_target
@@ -75,8 +75,14 @@ def check_differentiable(func: Any, value: Tensor, spec: ShardSpec) -> None:
     """Raise ShardedWeightError for a plain operand whose gradient each rank would have in part."""
     if value.requires_grad and torch.is_grad_enabled() and func not in ops.COMPARING:
         refuse(func, spec, _DIFFERENTIATED)
+    if beneath_transforms(value) is not value:
+        refuse(func, spec, _TRANSFORMED, _BY_SCOPE)
 
 
+_TRANSFORMED = "the other operand is what a transform of torch.func (vmap, grad, jvp) computes with"
+_BY_SCOPE = (
+    "Call the transform inside `with fsdp_compose.gathered(model):`, where parameters are whole."
+)
 _DIFFERENTIATED = (
     "the other operand requires grad (where no gradient is wanted, detach() it or compute under "
     "torch.no_grad())"
@@ -97,7 +103,7 @@ def with_partners(
         plain: operands of this function.
         partners: of its sharded operands but the first, whose spec this is.
     """
-    if func in ops.IN_PLACE or func in ops.COMPARING or transforms_active():
+    if func in ops.IN_PLACE or func in ops.COMPARING:
         return spec
     least = 0 if torch.is_grad_enabled() else 1
     found = [x for x in plain if x.ndim >= least and not isinstance(x, DTensor)]

@@ -18,11 +18,13 @@ from torch.autograd.graph import increment_version
 
 from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.torch_private import (
+    beneath_transforms,
     call_raw,
     disabled_torch_dispatch,
     graph_task_id,
     is_torch_function_enabled,
     make_subclass,
+    outside_transforms,
     raw,
     tensor_use_count,
 )
@@ -33,7 +35,7 @@ from fsdp_compose.base.torch_stack import (
     refuse_fakes,
 )
 from fsdp_compose.sharded.advice import KEPT_SLICE, READ
-from fsdp_compose.sharded.spec import ShardSpec, refuse
+from fsdp_compose.sharded.spec import Handler, ShardSpec, refuse
 
 _Base: Any = object
 _ALIAS = torch.ops.aten.alias.default
@@ -73,6 +75,22 @@ def call_slices(func: Any, args: Any, kwargs: Any) -> Any:
         return found
     with below_dispatch():
         return call_raw(func, (), args, kwargs)
+
+
+def call_beneath(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    """Act on slices below the transforms of ``torch.func``, unless these wrapped an argument.
+
+    To a transform a slice is a constant. The graph that leads to the parameter lies below it, and
+    what a transform returns for a slice does not show that it has one.
+    """
+    values = [*args, *kwargs.values()]
+    for value in values:
+        if isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, Tensor) and beneath_transforms(value) is not value:
+            return handler(func, args, kwargs)
+    with outside_transforms():
+        return handler(func, args, kwargs)
 
 
 def watch_reads(param: Any, cls: type) -> None:

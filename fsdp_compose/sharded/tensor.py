@@ -34,6 +34,7 @@ from fsdp_compose.base.torch_private import (
     prefer_foreach,
     raw,
     set_dtensor_spec,
+    transforms_active,
 )
 from fsdp_compose.base.torch_stack import is_called_by_broadcast
 from fsdp_compose.comm.uneven import all_gather_uneven
@@ -41,7 +42,7 @@ from fsdp_compose.sharded.cut import own_slice, part_slice
 from fsdp_compose.sharded.kept_grad import forget_grad, keep_grad
 from fsdp_compose.sharded.leaf_hooks import DeferredHook, add_hook, listen
 from fsdp_compose.sharded.parallel import Parallel
-from fsdp_compose.sharded.reads import Dispatched, watch_reads
+from fsdp_compose.sharded.reads import Dispatched, call_beneath, watch_reads
 from fsdp_compose.sharded.spec import (
     Handler,
     Residence,
@@ -56,7 +57,6 @@ from fsdp_compose.sharded.writes import GRADIENT, PARAMETER, note_write
 
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 """By torch function; what is not here is refused. Only calls.py writes it, by these classes."""
-
 
 _plain: Any = Tensor
 _data_get, _data_set = _plain.data.__get__, _plain.data.__set__
@@ -86,6 +86,8 @@ class _Sharded(TorchState):
         handler = HANDLERS.get(func)
         if handler is None:
             refuse(func, first_spec(args, kwargs))
+        if transforms_active():
+            return call_beneath(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
 
     @property
@@ -197,7 +199,9 @@ class _Sharded(TorchState):
         return self._shard_spec.seen_stride if dim is None else self._shard_spec.seen_stride[dim]
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
-        return _outline(self._shard_spec).is_contiguous(memory_format=memory_format)
+        spec = self._shard_spec
+        outline = torch.empty_strided(spec.seen, spec.seen_stride, device="meta")
+        return outline.is_contiguous(memory_format=memory_format)
 
     def is_complex(self) -> bool:
         return self.dtype.is_complex
@@ -459,10 +463,6 @@ def rebuild_sharded(
 
 torch.serialization.add_safe_globals([rebuild_sharded])
 prefer_foreach(ShardedTensor, ShardedParameter, ShardedDTensor)
-
-
-def _outline(spec: ShardSpec) -> Tensor:
-    return torch.empty_strided(spec.seen, spec.seen_stride, device="meta")
 
 
 def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:

@@ -11,7 +11,9 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import (
+    ShardedWeightError,
     ShardingStrategy,
+    fully_shard,
     gathered,
 )
 from fsdp_compose.base.process import here
@@ -72,9 +74,24 @@ def test_training_through_transforms(kind: str) -> None:
                 found = tree_leaves(TRANSFORMS[kind](model, x))
                 return sum(t.square().mean() for t in found) + square(model, x)
 
-            twin.train(forward, steps=2)
+            def penalised(model: nn.Module, x: Tensor) -> Tensor:
+                """A transform computes from a sharded weight itself, whose graph lies below it."""
+                return forward(lambda z: model(z) * (2 * model.head.weight).square().mean(), x)
+
+            twin.train(forward, steps=1)
+            twin.train(penalised, steps=2)
 
     run_ranks(ranks)
+
+
+def test_what_a_transform_wraps_is_not_cut() -> None:
+    """Of a batch, and of what it differentiates, each rank would take its part by itself."""
+    weight = fully_shard(nn.Linear(4, 4)).weight
+    other = torch.randn(3, 4, 4)
+    for transform in (vmap, lambda fn: grad(lambda x: fn(x.detach()) * x.sum())):
+        with pytest.raises(ShardedWeightError, match=r"a transform of torch\.func.*gathered"):
+            transform(lambda x: (weight * x).sum())(other)
+        assert transform(lambda x: x.sum().type_as(weight))(other).dtype == weight.dtype
 
 
 def test_a_transform_gathers_each_unit_once() -> None:
