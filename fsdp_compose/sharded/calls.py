@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fsdp_compose.base.streams import await_copies
-from fsdp_compose.base.torch_private import call_raw, raw
+from fsdp_compose.base.torch_private import call_raw, raw, saved_tensor_hooks
 from fsdp_compose.base.torch_stack import is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
@@ -33,6 +33,7 @@ from fsdp_compose.sharded.operands import (
     cut_operand,
     cut_operands,
     refuse_target,
+    show_slices,
     with_partners,
 )
 from fsdp_compose.sharded.reads import call_slices
@@ -87,6 +88,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     given = args, kwargs
     if plain or kwargs:
         args, kwargs = cut_operands(func, args, kwargs, spec)
+    if torch.is_grad_enabled() and saved_tensor_hooks() and func not in ops.IN_PLACE:
+        args, kwargs = show_slices(args, kwargs)
     out = call_slices(func, args, kwargs)
     if func in ops.IN_PLACE or "out" in kwargs:
         note_call(func, *given)

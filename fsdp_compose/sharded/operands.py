@@ -22,6 +22,7 @@ from fsdp_compose.sharded.advice import INTO_SCOPE, advise_on_target
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse
 from fsdp_compose.sharded.tensor import is_sharded
+from fsdp_compose.sharded.torchstate import view_local
 from fsdp_compose.sharded.writes import crc_of
 
 PLAIN_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
@@ -69,6 +70,15 @@ def cut_operand(func: Any, value: Any, spec: ShardSpec) -> Any:
     if value.ndim > len(spec.seen) or any(n not in (1, m) for n, m in pairs):
         refuse(func, spec, f"the other has shape {tuple(value.shape)}")
     return value.reshape(1) if value.numel() == 1 else own_slice(value, spec)
+
+
+def show_slices(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with plain slices for what saved-tensor hooks may be given.
+
+    A hook reads the shape of what it is to store, and a sharded tensor says that of the whole.
+    """
+    shown = {k: v if k == "out" or not is_sharded(v) else view_local(v) for k, v in kwargs.items()}
+    return tuple([view_local(v) if is_sharded(v) else v for v in args]), shown
 
 
 def check_differentiable(func: Any, value: Tensor, spec: ShardSpec) -> None:

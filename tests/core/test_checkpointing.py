@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -212,3 +213,19 @@ def test_two_checkpointed_forwards_then_one_backward(where: str, reentrant: bool
 
     train_twin(lambda: Checkpointed(where, reentrant), forward, steps=2)
     train_twin(lambda: Checkpointed(where, reentrant), forward, one_unit, steps=2)
+
+
+def test_penalties_on_weights_in_a_checkpoint() -> None:
+    """What hooks are given of sharded weights has the same shape when it is recomputed."""
+    plain = nn.Linear(4, 3)
+    sharded = fully_shard(copy.deepcopy(plain))
+
+    def penalise(x: Tensor, layer: nn.Module) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        square = (weight * weight.detach() * 2).square().mean()
+        return x.sum() * (square + bias.pow(exponent=3).sum())
+
+    for layer in (plain, sharded):
+        checkpoint(penalise, torch.ones(2), layer, use_reentrant=False).backward()
+    for mine, its in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
