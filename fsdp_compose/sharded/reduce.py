@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.torch_private import saved_tensor_hooks
 from fsdp_compose.base.torch_stack import clipping_under_way, tensors_of_total_norm
 from fsdp_compose.comm.small_reduce import compares, reduce_alike, reduce_extreme
 from fsdp_compose.sharded.ops import functions
@@ -427,14 +428,17 @@ def foreach_reduce(
     held = [
         t.numel() if s is None else s.stop - s.start for t, s in zip(tensors, specs, strict=True)
     ]
-    full = [t for t, n in zip(tensors, held, strict=True) if n]
+    shown = tensors
+    if torch.is_grad_enabled() and saved_tensor_hooks() is not None:  # which read shapes
+        shown = [t.as_subclass(Tensor) for t in tensors]
+    full = [t for t, n in zip(shown, held, strict=True) if n]
     values = iter(func(full, **options) if full else ())
 
     def empty(t: Tensor) -> Tensor:
         local = t.as_subclass(Tensor)
         return _local_norm(local, order, options["dtype"]) if is_norm else _limit(local, "max")
 
-    out = [next(values) if n else empty(t) for t, n in zip(tensors, held, strict=True)]
+    out = [next(values) if n else empty(t) for t, n in zip(shown, held, strict=True)]
     by_group: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for i, spec in enumerate(specs):
         if spec is not None and (spec.group.size > 1 or spec.reads_whole):
@@ -448,11 +452,11 @@ def foreach_reduce(
         names = ", ".join([name for name, _ in found])
         if is_norm:
             what = f"take the norms of order {order:g}{clipping_under_way()} of {names}"
-            slices = [tensors[i] for i in members]
+            slices = [shown[i] for i in members]
             total = _combine_norms(vector, slices, order, first.groups, what)
         else:
             what = f"take the largest elements of {names}, first of {first.fqn!r}"
-            slices = [tensors[i] for i in members]
+            slices = [shown[i] for i in members]
             total = _combine_extremes(vector, slices, "max", first.groups, what)
         for i, value in zip(members, total.unbind(), strict=True):
             out[i] = value

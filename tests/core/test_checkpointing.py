@@ -223,7 +223,8 @@ def test_penalties_on_weights_in_a_checkpoint() -> None:
     def penalise(x: Tensor, layer: nn.Module) -> Tensor:
         weight, bias = layer.weight, layer.bias
         square = (weight * weight.detach() * 2).square().mean()
-        return x.sum() * (square + bias.pow(exponent=3).sum())
+        norms = sum(torch._foreach_norm([weight, bias]))
+        return x.sum() * (square + bias.pow(exponent=3).sum() + norms)
 
     for layer in (plain, sharded):
         checkpoint(penalise, torch.ones(2), layer, use_reentrant=False).backward()

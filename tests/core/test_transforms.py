@@ -75,8 +75,9 @@ def test_training_through_transforms(kind: str) -> None:
                 return sum(t.square().mean() for t in found) + square(model, x)
 
             def penalised(model: nn.Module, x: Tensor) -> Tensor:
-                """A transform computes from a sharded weight itself, whose graph lies below it."""
-                return forward(lambda z: model(z) * (2 * model.head.weight).square().mean(), x)
+                """A transform computes from sharded weights, whose graphs lie below it."""
+                scaled = scale_of(model)
+                return forward(lambda z: scaled(z) * (2 * model.head.weight).square().mean(), x)
 
             twin.train(forward, steps=1)
             twin.train(penalised, steps=2)

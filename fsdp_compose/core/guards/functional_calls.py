@@ -180,8 +180,8 @@ def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
     for bucket, indices in by_bucket.items():
         given: list[ShardedTensor] = [found[index] for index in indices]  # type: ignore[misc]
         entries = [unit.entries[index] for index in indices]
-        slices = [view_local(tensor) for tensor in given]
         with outside_transforms():
+            slices = [view_local(tensor) for tensor in given]
             whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
         for index, entry, full in zip(indices, entries, whole, strict=True):
             parallel = entry.spec.parallel
