@@ -176,6 +176,11 @@ HOOKED = (
     "module.register_forward_pre_hook(fn) without prepend. Or gather them in the hook: `with "
     f"fsdp_compose.gathered(module):`. {_COPIES}"
 )
+FORWARD = (
+    "{kind}.forward was called by itself, which runs none of a module's hooks, and so gathers "
+    "nothing: call the module, `module(...)` in place of `module.forward(...)`. "
+    f"{_COPIES}"
+)
 GENERATOR = (
     "A generator or coroutine runs after the call that made it, so methods= cannot gather for it: "
     "inside it, gather with `with fsdp_compose.gathered(module):`, and again after an optimizer's "
@@ -299,6 +304,8 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
                 return HOOKED
         elif isinstance(owner, nn.Module):
             inner = owner
+        if isinstance(owner, nn.Module) and _is_bare_forward(frame, owner) and _heads(owner, unit):
+            return FORWARD.format(kind=type(owner).__name__)
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             return GENERATOR if frame.f_code.co_flags & _LAZY else _in_method(owner, name, unit)
     if func in MEMORY:
@@ -352,6 +359,12 @@ def _self_of(frame: FrameType) -> Any:
 def _has(module: nn.Module, spec: object) -> bool:
     """Whether a parameter of ``module`` is the one of ``spec``."""
     return any(getattr(param, "_shard_spec", None) is spec for param in module.parameters())
+
+
+def _is_bare_forward(frame: FrameType, module: nn.Module) -> bool:
+    """Whether ``frame`` is of ``module.forward``, and no call of the module led to it."""
+    calls = (f for f in _callers() if f.f_code.co_name == "_call_impl")
+    return frame.f_code.co_name == "forward" and all(_self_of(f) is not module for f in calls)
 
 
 def _is_own_method(module: nn.Module, name: str) -> bool:

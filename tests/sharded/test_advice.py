@@ -144,6 +144,9 @@ def test_in_a_method_that_method_is_named() -> None:
         text = refusal(lambda: model.scorer.score(x))
         says(text, "Scorer.score", "unit of its own", "methods=('forward', 'score')")
         says(refusal(lambda: model.head(x)), "fsdp_compose.gathered(module)", "methods=")
+        text = refusal(lambda: model.forward(x))  # it runs no hooks
+        says(text, "Model.forward was called by itself", "`module(...)`")
+        assert "methods=" not in text
         model = seeded(Model)
         fc.fully_shard(model.scorer, methods=("forward", "score"))
         fc.fully_shard(model, methods=("forward", "encode"))
