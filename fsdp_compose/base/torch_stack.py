@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch as _modes
 from torch.utils import checkpoint as _checkpoint
@@ -96,6 +99,24 @@ below_dispatch = torch._C._DisableTorchDispatch
 def is_dispatched(tensor: torch.Tensor) -> bool:
     """Whether operators ask the class of a tensor, which was so when torch made the tensor."""
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+_dtensor: Any = DTensor
+
+
+class _Asked(_dtensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+@cache
+def asks_dtensors() -> bool:
+    """Whether operators ask a class derived from DTensor: torch 2.13 does, 2.11 does not."""
+    with suppress(AttributeError), torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor._make_subclass(_Asked, torch.empty(0, device="cpu")).detach()
+        return True
+    return False  # it took the tensor for a DTensor, and missed what that has
 
 
 def in_selective() -> bool:

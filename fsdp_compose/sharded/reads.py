@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.torch_private import (
@@ -29,6 +30,7 @@ from fsdp_compose.base.torch_private import (
     tensor_use_count,
 )
 from fsdp_compose.base.torch_stack import (
+    asks_dtensors,
     below_dispatch,
     count_modes,
     is_dispatched,
@@ -97,9 +99,10 @@ def watch_reads(param: Any, cls: type) -> None:
     """Let the dispatcher ask ``cls`` from now on, which the parameter is about to get.
 
     A parameter that a graph or a view was made from is left as it is: those keep what it holds.
+    So is a DTensor of a torch that does not ask its class.
     """
     with raw():
-        if tensor_use_count(param) == 1:
+        if tensor_use_count(param) == 1 and (asks_dtensors() or not issubclass(cls, DTensor)):
             _exchange(param, make_subclass(cls, param.detach(), param.requires_grad))
 
 

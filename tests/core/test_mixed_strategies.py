@@ -15,12 +15,12 @@ import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
 
 from harness import simulate_ranks
-from models import Block, assert_at_rest, data, seeded, square, whole
+from models import Block, assert_at_rest, data, mesh_of_replicas, seeded, square, whole
 
-INNER: dict[str, dict[str, Any]] = {
-    "replicas of 2": {"sizes": (2, 2), "strategy": ShardingStrategy.HYBRID_SHARD},
-    "optimizer over both": {"sizes": (2, 2), "strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER},
-    "copies": {"sizes": (4,), "strategy": ShardingStrategy.NO_SHARD},
+INNER = {
+    "replicas of 2": ShardingStrategy.HYBRID_SHARD,
+    "optimizer over both": ShardingStrategy.HYBRID_SHARD_OPTIMIZER,
+    "copies": ShardingStrategy.NO_SHARD,
 }
 
 
@@ -30,16 +30,13 @@ def test_a_hybrid_unit_inside_a_sharded_model(inner: str, swapped: bool) -> None
     """Ranks end a step with their groups in one order, so none waits for another for ever."""
 
     def ranks(rank: int) -> None:
-        sizes, strategy = INNER[inner]["sizes"], INNER[inner]["strategy"]
-        names = ("replicate", "shard")[-len(sizes) :]
-        ways = [
-            {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=names), "strategy": strategy},
-            {"mesh": init_device_mesh("cpu", (4,))},
-        ]
+        flat = init_device_mesh("cpu", (4,))
+        mesh = flat if inner == "copies" else mesh_of_replicas(2, 2)
+        ways: Any = [{"mesh": mesh, "strategy": INNER[inner]}, {"mesh": flat}]
         plain = seeded(lambda: nn.Sequential(Block(), Block()))
         model = copy.deepcopy(plain)
-        fc.fully_shard(model[0], **ways[swapped])  # type: ignore[arg-type]
-        fc.fully_shard(model, **ways[not swapped])  # type: ignore[arg-type]
+        fc.fully_shard(model[0], **ways[swapped])
+        fc.fully_shard(model, **ways[not swapped])
         for step in range(3):
             model.zero_grad(), plain.zero_grad()
             square(model, data(step, rank)).backward()

@@ -29,6 +29,7 @@ from models import (
     Twin,
     by_block,
     data,
+    mesh_of_replicas,
     seeded,
     sgd,
     square,
@@ -113,7 +114,7 @@ STRATEGIES = {
 
 def strategies(rank: int) -> None:
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of_replicas(2, 2)
     for name, buffers in STRATEGIES.items():
         chosen = {
             "strategy": ShardingStrategy[name],

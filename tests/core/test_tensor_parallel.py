@@ -314,6 +314,7 @@ def test_a_graph_that_tensor_parallelism_cuts(
         assert all("would be wrong. Hand the unit its input split" in str(e) for e in errors)
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="there torch's own tensor parallelism gets it wrong")
 @pytest.mark.parametrize("full", [True, False], ids=["all", "some"])
 def test_functional_call_on_updated_parts(full: bool) -> None:
     """MAML with the inner step on slices of DTensors, of which the forward reads DTensors."""

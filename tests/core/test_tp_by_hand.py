@@ -24,7 +24,7 @@ import fsdp_compose
 from fsdp_compose import fully_shard
 from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
 
-from harness import rank_errors, run_ranks
+from harness import TORCH, rank_errors, run_ranks
 from tp_models import (
     _PLAN,
     MLP,
@@ -204,7 +204,8 @@ def test_tensor_parallelism_comes_first() -> None:
         model(torch.ones(2, 4))
 
     after = "build the model again, call parallelize_module(model, mesh['tp'], plan), then fully"
-    for build, name in ((split, "'up.weight' of unit 'MLP'"), (repeat, "'0.weight' of unit 'Seq")):
+    first = "up" if TORCH >= (2, 13) else "down"  # before, rows are refused at the next forward
+    for build, name in ((split, f"'{first}.weight' of unit 'M"), (repeat, "'0.weight' of unit 'S")):
         for error in _errors(4, build):
             assert f"ShardedWeightError: parameter {name}" in error, error
             assert "is to become a DTensor now" in error and after in error, error

@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compose as fc
-from fsdp_compose.sharded import ShardedParameter, ShardedWeightError
+from fsdp_compose.base.torch_stack import asks_dtensors
+from fsdp_compose.sharded import ShardedParameter, ShardedWeightError, is_sharded, reads
 
 from harness import run_ranks, simulate_ranks
-from models import WIDTH, Tower, by_block, data, seeded, square
+from models import WIDTH, Tower, by_block, data, mesh_of_replicas, seeded, square
 
 
 def read(tensor: Any) -> torch.Tensor:
@@ -44,8 +45,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("strategy", list(fc.ShardingStrategy))
 def test_every_parameter_of_a_trained_model_refuses(strategy: fc.ShardingStrategy) -> None:
     def ranks(rank: int) -> None:
-        names = ("replicate", "shard") if "HYBRID" in strategy.name else ("shard",)
-        mesh = init_device_mesh("cpu", (2, 2)[: len(names)], mesh_dim_names=names)
+        mesh = mesh_of_replicas(2, 2) if "HYBRID" in strategy.name else None
         model = by_block(seeded(Tower), mesh=mesh, strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -78,7 +78,15 @@ def test_it_is_whole_in_a_scope_and_after_undo() -> None:
     simulate_ranks(ranks, 2)
 
 
-def test_what_tensor_parallelism_split_refuses() -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_tensor_parallelism_split_refuses(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch asks the class, as 2.11 does not: there it is a slice that is read."""
+    if asked and not asks_dtensors():
+        pytest.skip("this torch does not ask classes derived from DTensor")
+    monkeypatch.setattr(reads, "asks_dtensors", lambda: asked)
+
     def ranks(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, 2))
@@ -87,7 +95,7 @@ def test_what_tensor_parallelism_split_refuses() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
-        assert all(map(refuses, model.parameters()))
+        assert all(refuses(p) is asked and is_sharded(p.data) for p in model.parameters())
         fc.undo(model)
         assert not any(map(refuses, model.parameters()))
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import ShardingStrategy, fully_shard
 from fsdp_compose.base.group import Group
@@ -32,6 +31,7 @@ from fsdp_compose.sharded import (
 from fsdp_compose.simulation import simulate
 
 from harness import run_ranks, simulate_ranks
+from models import mesh_of_replicas
 from sharded_values import WORLDS, examples, on_ranks, same, shard, world
 
 REFUSED: list[Callable[[Any], Any]] = [
@@ -140,8 +140,7 @@ def test_message_names_the_rank_of_the_job(name: str) -> None:
     strategy = ShardingStrategy[name]
 
     def ranks() -> str:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        mesh = None if strategy is ShardingStrategy.NO_SHARD else mesh
+        mesh = None if strategy is ShardingStrategy.NO_SHARD else mesh_of_replicas(2, 2)
         weight: Any = fully_shard(nn.Linear(4, 4), mesh=mesh, strategy=strategy).weight
         with pytest.raises(ShardedWeightError) as caught:
             weight @ weight
