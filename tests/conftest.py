@@ -80,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    if torch.cuda.is_initialized():
+        raise pytest.UsageError("a file used the GPU as it was imported: no fork of tests can then")
     set_aside()
 
 

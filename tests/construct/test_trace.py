@@ -20,9 +20,9 @@ from fsdp_compose import (
     wrap,
 )
 
-from models import WIDTH, Block, Tower, by_block, data, seeded
+from models import WIDTH, Block, Tower, by_block, seeded
 
-X = data(0, 0, 2, WIDTH, dtype=torch.float32)
+X = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def called(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:

@@ -183,7 +183,7 @@ def test_a_policy_that_matches_nothing() -> None:
         wrap.by_size(40),
         wrap.by_size(30) | wrap.by_class(nn.LayerNorm),
         wrap.by_fn(lambda fqn, m: fqn.endswith("down")),
-        wrap.by_execution_order(data(0, 0, dtype=torch.float32), 30),
+        wrap.by_execution_order(torch.ones(2, WIDTH), 30),
     ],
     ids=lambda p: p.description,
 )
