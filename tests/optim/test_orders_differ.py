@@ -15,7 +15,7 @@ import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
 
 from harness import simulate_ranks
-from models import Block, Twin, whole
+from models import Block, Twin, mesh_of_replicas, whole
 
 INNER = [
     ShardingStrategy.HYBRID_SHARD,
@@ -31,8 +31,7 @@ def _build() -> nn.Module:
 def _shard(model: nn.Module, strategy: ShardingStrategy) -> nn.Module:
     """A unit of ``strategy`` inside a model that is sharded over all four ranks."""
     inner: Any = model[0]  # type: ignore[index]
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = mesh_of_replicas(2, 2)
     is_hybrid = strategy is not ShardingStrategy.NO_SHARD
     fc.fully_shard(inner, mesh=mesh if is_hybrid else mesh["shard"], strategy=strategy)
     fc.set_gradient_divide_factor(inner, 4.0 if is_hybrid else 2.0)
