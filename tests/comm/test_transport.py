@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
     GatherCodec,
@@ -39,7 +38,7 @@ from fsdp_compose.comm.messages import post_pairs
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
 from harness import fake_world, rank_errors, run_ranks
-from models import Tower, by_block, data, seeded
+from models import Tower, by_block, data, mesh_of_replicas, seeded
 
 
 def to_bytes(shard: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 
 def train(options: dict[str, Any], is_hybrid: bool) -> tuple[list[Tensor], tuple[int, int]]:
     if is_hybrid:
-        options = options | {"mesh": init_device_mesh("cpu", (2, 2))}
+        options = options | {"mesh": mesh_of_replicas(2, 2)}
     model = by_block(seeded(Tower), **options)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     for seed in range(3):

@@ -24,6 +24,8 @@ from fsdp_compose import (
 )
 from fsdp_compose.report import explain, plan
 
+from models import mesh_of_replicas
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -88,9 +90,8 @@ def test_sums_over_replicas_in_one_tree(strategy: str) -> None:
     """They take a reduce-scatter and a gather, and no all-reduce."""
 
     def ranks() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         torch.manual_seed(0)
-        model, kind = nn.Linear(7, 3), ShardingStrategy[strategy]
+        model, kind, mesh = nn.Linear(7, 3), ShardingStrategy[strategy], mesh_of_replicas(2, 2)
         fully_shard(model, mesh=mesh, strategy=kind, deterministic=4, reshard_after_forward=None)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
