@@ -53,7 +53,7 @@ def remember_first_buckets() -> None:
     """What an optimizer is given after its first step is not looked at."""
     find = plain_parameters._find_buckets
     plain_parameters._find_buckets = lambda optimizer: (
-        plain_parameters._stepped_by(optimizer).buckets or find(optimizer)
+        plain_parameters._find_stepped(optimizer).buckets or find(optimizer)
     )
 
 

@@ -193,7 +193,7 @@ def fully_shard(
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     meet_or_differ("fully_shard", find_groups(mesh))
-    meta = MetaValues(compare_plans(plans, mesh, problem, _listed(modules)))
+    meta = MetaValues(compare_plans(plans, mesh, problem, _list_modules(modules)))
     for plan in plans:
         for bucket in plan.buckets:
             share_memory(bucket.mesh)
@@ -202,7 +202,7 @@ def fully_shard(
     for outer in modules:
         rename_nested_units(outer)
     if meta.keys:
-        leave_for_loading(meta, mesh, _listed(modules))
+        leave_for_loading(meta, mesh, _list_modules(modules))
     if log.isEnabledFor(logging.INFO):
         _log_summary(plans)
     return module
@@ -232,5 +232,5 @@ def list_untraced_files() -> list[str]:
     return [path.as_posix() for path in package.rglob("*.py") if path != traced]
 
 
-def _listed(modules: Any) -> Sequence[object]:
+def _list_modules(modules: Any) -> Sequence[object]:
     return modules if isinstance(modules, Sequence) else ()

@@ -41,7 +41,7 @@ from fsdp_compose.construct.names import clean_name
 from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
-from fsdp_compose.core.guards.added_parameters import is_ignored, managed, remember
+from fsdp_compose.core.guards.added_parameters import is_ignored, list_managed, remember
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -95,13 +95,13 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
         >>> isinstance(model[1].weight, ShardedParameter)
         True
     """
-    with _named():
+    with _name_refresh():
         _refresh(module, init, param_init_fn)
     return module
 
 
 @contextmanager
-def _named() -> Iterator[None]:
+def _name_refresh() -> Iterator[None]:
     """Scope in which what is said of ``fully_shard``, which plans alike, is said of ``refresh``."""
     try:
         yield
@@ -239,7 +239,7 @@ def _find_change(
         known |= {id(table) for table in unit.checks.watch.tables}
     found: dict[int, ParameterPlan] = {}
     fresh: list[tuple[str, nn.Module]] = []
-    for prefix, submodule in managed(unit):
+    for prefix, submodule in list_managed(unit):
         if id(parameter_slots(submodule)) not in known:
             fresh.append((prefix, submodule))
         for key, param in parameter_slots(submodule).items():
@@ -342,7 +342,7 @@ def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> Non
 
 def _forget_unready_buffers(unit: Unit) -> None:
     """Wait no more for values of buffers that are not in the unit any more."""
-    inside = {id(module) for _, module in managed(unit)}
+    inside = {id(module) for _, module in list_managed(unit)}
     unit.checks.unready_buffers = [
         (name, slot, mark)
         for name, slot, mark in unit.checks.unready_buffers

@@ -66,6 +66,6 @@ def sum_over_replicas(bucket: Bucket, grad: torch.Tensor, used: comm.Flags) -> t
     return scatter.result(grad.dtype, 1.0)
 
 
-def typed(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def restore_dtype(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What was summed in the dtype of ``.grad``: gradients travel as real numbers."""
     return torch.view_as_complex(grad.view(-1, 2)) if dtype.is_complex else grad.to(dtype)

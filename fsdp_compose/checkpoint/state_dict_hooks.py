@@ -49,7 +49,7 @@ from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.compared_records import compare_records, forget_records
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import require_all_written
-from fsdp_compose.core.guards.replaced_parameters import check_place, replaced
+from fsdp_compose.core.guards.replaced_parameters import check_place, find_replaced
 from fsdp_compose.core.guards.units import get_state, require_units
 from fsdp_compose.core.state import Unit, find_state, iter_units
 from fsdp_compose.sharded import is_sharded, part_of, spec_of, to_local
@@ -363,7 +363,7 @@ def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
         local.write_local(module, raw_shards)
     if are_our_hooks_off() or unit.opened is not None or not load_under_way().get("assign"):
         return
-    for values, name, index in replaced(unit):
+    for values, name, index in find_replaced(unit):
         leaf, assigned = unit.entries[index].param, values.get(name)
         if isinstance(assigned, Tensor):
             with torch.no_grad():

@@ -223,14 +223,14 @@ def to_sharded(source: Path, target: Path, prefix: str) -> None:
     """
     found = find_stored(source, SAFETENSORS)
     found.check_sums()
-    state: dict[str, Any] = {n: _mapped(found.files[n], s) for n, s in found.tensors.items()}
+    state: dict[str, Any] = {n: _map_tensor(found.files[n], s) for n, s in found.tensors.items()}
     for part in reversed(prefix.split(".") if prefix else []):
         state = {part: state}
     writer = CommittingWriter(target, uuid.uuid4().hex[:12], 1, checksum=True)
     write_checkpoint(state, writer, SELF)
 
 
-def _mapped(file: Path, stored: Stored) -> Tensor:
+def _map_tensor(file: Path, stored: Stored) -> Tensor:
     """Map a tensor onto the file's own pages, which are read as they are written out."""
     if stored.start is None or stored.start % stored.dtype.itemsize:
         return stored.read_all()

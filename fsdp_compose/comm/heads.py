@@ -162,7 +162,7 @@ class Heads:
         """Raise unless every peer does the same."""
         what = mine[:FLAGS]
         if any(row[:FLAGS] != what for row in rows):
-            self.caller.disagree(self.group, _meeting((mine, *rows)))
+            self.caller.disagree(self.group, _find_meeting((mine, *rows)))
 
     def offers(self) -> list[Offer]:
         """What each rank of the group offers in its memory, by rank; when the heads are there."""
@@ -190,7 +190,7 @@ class Heads:
         return received
 
 
-def _meeting(rows: Sequence[Sequence[int]]) -> int:
+def _find_meeting(rows: Sequence[Sequence[int]]) -> int:
     """The largest code of those that meet; 0 where none does."""
     return max((row[0] for row in rows if row[KIND] == MEETING), default=0)
 
@@ -320,7 +320,7 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
             head = (*both, *[0] * (KIND - len(both)))
             rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
             if any(row[KIND] != COMPARISON for row in rows):
-                caller.disagree(group, _meeting(rows))
+                caller.disagree(group, _find_meeting(rows))
             both = [max(column) for column in zip(both, *rows, strict=False)]
     return both
 

@@ -20,7 +20,7 @@ from time import monotonic
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import timeout_of
-from fsdp_compose.comm.messages import died
+from fsdp_compose.comm.messages import no_receiver
 
 ROW = 14
 """The integers of a message."""
@@ -101,7 +101,7 @@ class Mail:
                 except (BrokenPipeError, TimeoutError) as error:
                     dead = dead or (rank, error)
         if dead is not None:
-            raise died(purpose, self.group.ranks[dead[0]], dead[1]) from dead[1]
+            raise no_receiver(purpose, self.group.ranks[dead[0]], dead[1]) from dead[1]
         return [Letter(self, rank, tag, number) for rank in self.readers]
 
     def _write(self, end: int, data: bytes) -> None:

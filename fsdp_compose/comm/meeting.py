@@ -61,7 +61,7 @@ def gather_objects_or_differ(value: Any, group: Group, what: str) -> list[Any]:
     if group.pg is None or not is_point_to_point(group):
         return gather_objects(value, group, what)
     place = _place_of(group)
-    with _watched(place, what):
+    with _watch_meetings(place, what):
         found = gather_objects(value, group, what)
     _turns_in(group)[place.name] = place.turn + 1
     return found
@@ -76,7 +76,7 @@ def meet_or_differ(what: str, groups: Iterable[Group]) -> None:
     """
     for group in groups:
         if group.pg is not None and is_point_to_point(group):
-            with _watched(_place_of(group), what):
+            with _watch_meetings(_place_of(group), what):
                 meet_to_call(what, (group,))
 
 
@@ -92,7 +92,7 @@ def _turns_in(group: Group) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _watched(place: _Place, what: str) -> Iterator[None]:
+def _watch_meetings(place: _Place, what: str) -> Iterator[None]:
     me, started, was_posted = dist.get_rank(), here.clock.now(), False
 
     def look() -> None:

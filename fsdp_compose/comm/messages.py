@@ -72,7 +72,7 @@ def no_answer(purpose: str, who: str, advice: str, error: object) -> RuntimeErro
     )
 
 
-def died(purpose: str, rank: int, error: object) -> RuntimeError:
+def no_receiver(purpose: str, rank: int, error: object) -> RuntimeError:
     """The error where a message could not be sent to ``rank``."""
     return no_answer(purpose, f"rank {rank}", _STUCK, error)
 
@@ -103,7 +103,7 @@ def post_pairs(
             except RuntimeError as error:
                 dead = dead or (group.ranks[peer], error)
     if dead is not None:
-        raise died(purpose, *dead) from dead[1]
+        raise no_receiver(purpose, *dead) from dead[1]
     return works
 
 

@@ -199,7 +199,11 @@ def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
 def _gather_at_once(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, call: Call
 ) -> Started:
-    if whole.is_cpu and call.group.backend not in _OF_HOSTS and (device := _served(call.group)):
+    if (
+        whole.is_cpu
+        and call.group.backend not in _OF_HOSTS
+        and (device := _find_served_device(call.group))
+    ):
         there = torch.empty_like(whole, device=device)
         _order(all_gather_single(call.group.pg, there, own.to(device), GATHER_OPTIONS))
         whole.copy_(there)
@@ -237,7 +241,7 @@ def _reduce_all_at_once(wholes: Tensors, parts: Sequence[Tensors], call: Call) -
 
 def _all_reduce_at_once(tensor: torch.Tensor, op: Op, call: Call) -> None:
     is_away = tensor.is_cpu and call.group.backend not in _OF_HOSTS
-    device = _served(call.group) if is_away else None
+    device = _find_served_device(call.group) if is_away else None
     there = tensor if device is None else tensor.to(device)
     dist.all_reduce(there, _OPS[op], group=call.group.pg)
     if there is not tensor:
@@ -248,7 +252,7 @@ _OF_HOSTS = ("gloo", "fake")
 """Backends that move what lies on the host."""
 
 
-def _served(group: Group) -> torch.device | None:
+def _find_served_device(group: Group) -> torch.device | None:
     """Where what lies on the host travels, as numbers of offloaded gradients, if not there.
 
     A process group of NCCL alone serves no host: ``init_process_group("nccl")``.

@@ -31,7 +31,7 @@ from fsdp_compose.core.guards.cast_buffers import choose_precision
 from fsdp_compose.core.guards.inner_backward import unwatch
 from fsdp_compose.core.guards.interrupts import clear_failed
 from fsdp_compose.core.guards.other_forwards import AGAIN, FUNCTIONAL, SCOPE, TRANSFORMED
-from fsdp_compose.core.guards.replaced_parameters import replaced
+from fsdp_compose.core.guards.replaced_parameters import find_replaced
 from fsdp_compose.core.state import Unit
 from fsdp_compose.sharded import STATE_KEY
 
@@ -95,7 +95,7 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
         if is_transformed:
             return AGAIN
     is_at_rest = not run.calls and run.task is None and not run.finished
-    return FUNCTIONAL if is_at_rest and replaced(unit) else NORMAL
+    return FUNCTIONAL if is_at_rest and find_replaced(unit) else NORMAL
 
 
 @untraced_itself

@@ -24,9 +24,9 @@ from fsdp_compose.buckets.issue import is_unseen, issue
 from fsdp_compose.buckets.reduce import (
     plan_scatter,
     reduce_purpose,
+    restore_dtype,
     start_scatter,
     sum_over_replicas,
-    typed,
 )
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import waiting
@@ -173,7 +173,7 @@ def _all_reduce(reduction: Reduction) -> None:
     bucket, streams = reduction.bucket, reduction.unit.engine.streams
     assert bucket.arriving.partial is not None
     grad = sum_over_replicas(bucket, bucket.arriving.partial, reduction.used)
-    reduction.result = typed(grad, bucket.dtypes.grad)
+    reduction.result = restore_dtype(grad, bucket.dtypes.grad)
     reduction.done = streams.record(streams.reduce)
 
 
@@ -186,7 +186,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
         if bucket.arriving.partial is not None:  # from backwards before the hook was registered
             reduction.added, bucket.arriving.partial = bucket.arriving.partial, None
             grad = grad + sum_over_replicas(bucket, reduction.added, reduction.used)
-        return typed(grad, kept)
+        return restore_dtype(grad, kept)
     assert reduction.scatter is not None
     grad = reduction.scatter.result(summed, 1.0 if bucket.mesh.microbatches else reduction.scale)
     if bucket.arriving.partial is not None:
@@ -197,7 +197,7 @@ def _combine(reduction: Reduction) -> torch.Tensor:
             bucket.arriving.partial = grad
         else:
             grad = sum_over_replicas(bucket, grad, reduction.used)
-    return typed(grad, kept) if summed != kept else grad
+    return restore_dtype(grad, kept) if summed != kept else grad
 
 
 def _run_comm_hook(reduction: Reduction) -> torch.Tensor:

@@ -420,12 +420,12 @@ def log_of(engine: Engine, mesh: Mesh) -> Log | None:
         for other in [known for known in engine.logs if not all(map(is_alive, known))]:
             del engine.logs[other]
         log = engine.logs[key] = Log(
-            mesh.groups, engine.streams, partial(_frozen, weakref.ref(engine))
+            mesh.groups, engine.streams, partial(_list_frozen, weakref.ref(engine))
         )
     return log
 
 
-def _frozen(engine_ref: weakref.ref[Engine], log: Log) -> list[tuple[str, str]]:
+def _list_frozen(engine_ref: weakref.ref[Engine], log: Log) -> list[tuple[str, str]]:
     """(unit, parameter) of the frozen parameters of units whose collectives ``log`` notes."""
     engine = engine_ref()
     units = [] if engine is None else list(engine.units)
@@ -456,6 +456,6 @@ def iter_units(module: nn.Module) -> Iterator[Unit]:
             yield state.unit
 
 
-def resting(unit: Unit) -> Sequence[torch.Tensor]:
+def tensors_at_rest(unit: Unit) -> Sequence[torch.Tensor]:
     """What the unit's modules hold between passes, by entry."""
     return unit.links.leaves if unit.opened is None else unit.opened.tensors

@@ -58,14 +58,14 @@ class _Copy:
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
         plain: Any = self.plain()
         copied: nn.Parameter = nn.Parameter.__deepcopy__(plain, memo)
-        copied.__dict__[_SOURCE_KEY] = Source(_nothing, None, [])
+        copied.__dict__[_SOURCE_KEY] = Source(_no_bucket, None, [])
         return copied
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def _nothing() -> None:
+def _no_bucket() -> None:
     return None
 
 
@@ -155,7 +155,7 @@ class Mirror:
                 source.nodes[:] = [n for n in source.nodes if id(n.variable) not in gone]
         for ref in filter(None, [self.plain.pop(entry, None) for entry in entries]):
             if (lost := ref()) is not None:
-                lost.__dict__[_SOURCE_KEY] = Source(_nothing, None, [])
+                lost.__dict__[_SOURCE_KEY] = Source(_no_bucket, None, [])
                 self.has_lost = True
 
     def settle(self, flat: Grad = None, converted: bool = False) -> None:

@@ -129,7 +129,7 @@ class OwnerLinks:
             link.meet("compare settings", ())
             ranks, found = link.group.ranks, gather_objects(mine, link.group, "owner_step")
             for rank, theirs in zip(ranks, found, strict=True):
-                what = _differing_setting(found[0], theirs, ranks[0], rank)
+                what = _describe_difference(found[0], theirs, ranks[0], rank)
                 if what is not None:
                     raise RuntimeError(
                         f"owner_step: after a step {what}. If the program set it (a scheduler, "
@@ -236,11 +236,11 @@ def _describe_difference(mine: OwnerFacts, theirs: OwnerFacts, first: int, rank:
             return f"{a[0]} is in group {a[1]} on rank {first} and in group {b[1]} on rank {rank}"
         if a[2] != b[2]:
             return f"work= gives {a[2]} for {a[0]} on rank {first} and {b[2]} on rank {rank}"
-    found = _differing_setting(mine.settings, theirs.settings, first, rank)
+    found = _describe_setting(mine.settings, theirs.settings, first, rank)
     return found or f"rank {first} has other groups than rank {rank}"
 
 
-def _differing_setting(
+def _describe_setting(
     mine: GroupSettings, theirs: GroupSettings, first: int, rank: int
 ) -> str | None:
     for number, (a, b) in enumerate(zip(mine, theirs, strict=False)):

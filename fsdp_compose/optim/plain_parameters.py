@@ -196,7 +196,7 @@ _STEPPED_KEY = "_fsdp_compose_stepped"
 def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
     """Those that plain parameters of the optimizer are over; looked up where others are in it."""
     params = parameters_of(optimizer)
-    known = _stepped_by(optimizer)
+    known = _find_stepped(optimizer)
     is_known = len(params) == len(known.params) and all(map(is_, params, known.params))
     if not is_known or any(map(_has_lost, known.buckets)):
         buckets = buckets_under(params)
@@ -212,7 +212,7 @@ def _has_lost(ref: Callable[[], Bucket | None]) -> bool:
     return mirror is not None and mirror.has_lost
 
 
-def _stepped_by(optimizer: Any) -> _Stepped:
+def _find_stepped(optimizer: Any) -> _Stepped:
     return optimizer.__dict__.get(_STEPPED_KEY) or _Stepped([], [])
 
 
@@ -254,7 +254,7 @@ _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    buckets = _stepped_by(optimizer).buckets
+    buckets = _find_stepped(optimizer).buckets
     increment_version([shard_of(b) for ref in buckets if (b := ref()) is not None])
 
 

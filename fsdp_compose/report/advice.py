@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compose.base.policy import MixedPrecision, Offload, ShardingStrategy
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.construct.wrap import Policy, by_class, by_name, by_size
-from fsdp_compose.report.notes import used_far_apart
+from fsdp_compose.report.notes import find_used_far_apart
 from fsdp_compose.report.survey import Survey
 from fsdp_compose.report.text import plural, size
 
@@ -137,7 +137,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def _split_ends(question: Question) -> Iterator[Advice]:
     """Advise to split modules of one unit that are used far apart, as an embedding and a head."""
     policy = question.chosen["units"]
-    for unit, before, after in used_far_apart(question.survey) if policy is not None else ():
+    for unit, before, after in find_used_far_apart(question.survey) if policy is not None else ():
         ends = [name.rpartition(".")[0] for name in (*before, *after)]
         modules = [name for name in ends if name and name != unit]
         nbytes = {name: _grad_bytes(question.survey, name) for name in modules}

@@ -23,7 +23,7 @@ from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Unit
 from fsdp_compose.report.notes import odd_notes_on
 from fsdp_compose.report.survey import Survey, survey_units
-from fsdp_compose.report.text import fit_names, plain, plural, size, table, wrapped
+from fsdp_compose.report.text import fit_names, plain, plural, size, table, wrap_text
 from fsdp_compose.sharded import part_of
 
 _REASONS = {
@@ -145,9 +145,9 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         module=type(module).__name__,
         units=tuple(_state_of(unit) for unit in units),
         optimizer=None if optimizer is None else _state_bytes(optimizer),
-        other=_other(survey),
-        now=tuple(text for engine in engines for text in _now(engine)),
-        next=tuple(_next(units)),
+        other=_count_other(survey),
+        now=tuple(text for engine in engines for text in _describe_now(engine)),
+        next=tuple(_describe_next(units)),
         notes=odd_notes_on(survey),
     )
 
@@ -158,13 +158,13 @@ def _state_of(unit: Unit) -> UnitState:
     return UnitState(
         name=unit.name,
         phase="+".join(phases) or "empty",
-        reasons=tuple(_reason(unit, why) for why in Hold if why in unit.holds),
+        reasons=tuple(_explain_hold(unit, why) for why in Hold if why in unit.holds),
         gathered=sum(b.full.untyped_storage().nbytes() for b in gathered),
         shards=sum(_nbytes(shard_of(b)) for b in unit.buckets),
         gradients=held_gradients(unit),
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
         partial=sum(_nbytes(b.arriving.partial) for b in unit.buckets),
-        waiting=sum(_nbytes(t) for b in unit.buckets for t in _waiting(b)),
+        waiting=sum(_nbytes(t) for b in unit.buckets for t in _list_waiting(b)),
         spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
         weight_copies=sum(
             _nbytes(b.inner.store if b.inner and not b.spread else _device_copy(b)) + _sent_bytes(b)
@@ -187,11 +187,11 @@ def _count_microbatches(units: Sequence[Unit]) -> Iterator[str]:
                 return
 
 
-def _waiting(bucket: Bucket) -> list[torch.Tensor | None]:
+def _list_waiting(bucket: Bucket) -> list[torch.Tensor | None]:
     return [bucket.arriving.waiting, *bucket.arriving.sums.nodes]
 
 
-def _reason(unit: Unit, why: Hold) -> str:
+def _explain_hold(unit: Unit, why: Hold) -> str:
     if why is Hold.KEPT and not unit.switches.reshard_after_backward:
         return "kept from backward on (set_reshard_after_backward)"
     return _REASONS[why]
@@ -230,7 +230,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(storages.values())
 
 
-def _other(survey: Survey) -> int:
+def _count_other(survey: Survey) -> int:
     outside = list(survey.outside.values())
     grads = [p.grad for p in outside if p.grad is not None]
     return survey.buffer_bytes + sum(t.nbytes for t in map(part_of, [*outside, *grads]))
@@ -244,7 +244,7 @@ def _sent_bytes(bucket: Bucket) -> int:
     return 0 if bucket.views.sent is None else _nbytes(bucket.views.sent.lease.memory)
 
 
-def _now(engine: Engine) -> Iterator[str]:
+def _describe_now(engine: Engine) -> Iterator[str]:
     if engine.schedule.active:
         yield "in forward: " + " > ".join(repr(unit.name) for unit in engine.schedule.active)
     alive = [task for task in engine.tasks.values() if task.alive]
@@ -264,7 +264,7 @@ def _now(engine: Engine) -> Iterator[str]:
         yield f"on its way to the host: {plural(len(engine.landing), 'gradient buffer')}"
 
 
-def _next(units: Sequence[Unit]) -> Iterator[str]:
+def _describe_next(units: Sequence[Unit]) -> Iterator[str]:
     packed = [unit for unit in units if any(bucket.arriving.packed for bucket in unit.buckets)]
     action = (
         "the next backward with gradient sync adds to them and reduces them once"
@@ -336,12 +336,12 @@ def _render(found: Explanation) -> str:
     busy = [u for u in found.units if u.reasons or any(getattr(u, c) for c in _MORE)]
     if not busy and not found.now:
         title += " Nothing is gathered, and nothing is under way."
-    parts = [wrapped(title, indent="")]
+    parts = [wrap_text(title, indent="")]
     if busy:
         shown = [c for c in _GLOSSARY if c == "shards" or any(getattr(u, c) for u in busy)]
         rows = [("unit", "phase", *(c.replace("_", " ") for c in shown))]
         rows += [(u.name, u.phase, *(size(getattr(u, c)) for c in shown)) for u in busy]
-        glossary = wrapped("; ".join(_GLOSSARY[c] for c in shown) + ".")
+        glossary = wrap_text("; ".join(_GLOSSARY[c] for c in shown) + ".")
         parts.append(f"{table(fit_names(rows), left=(0, 1))}\n{glossary}")
     why = [f"{u.name!r}: {'; '.join(u.reasons)}" for u in found.units if u.reasons]
     for name, lines in (
@@ -351,5 +351,5 @@ def _render(found: Explanation) -> str:
         ("why it is this big", found.notes),
     ):
         if lines:
-            parts.append("\n".join([name, *(wrapped(line, bullet="- ") for line in lines)]))
+            parts.append("\n".join([name, *(wrap_text(line, bullet="- ") for line in lines)]))
     return "\n\n".join(parts)

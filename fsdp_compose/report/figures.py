@@ -22,7 +22,7 @@ from fsdp_compose.report.text import (
     plural,
     size,
     table,
-    wrapped,
+    wrap_text,
 )
 from fsdp_compose.report.traffic import TrafficReport
 
@@ -242,16 +242,16 @@ def _text(plan: Plan) -> str:
         f"({count(plan.trained_numel)} trained) over {ranks}"
     )
     parts = [
-        f"{wrapped(title, indent='')}\n{wrapped(_GLOSSARY)}",
+        f"{wrap_text(title, indent='')}\n{wrap_text(_GLOSSARY)}",
         _units(plan.units),
         _memory(plan),
         _traffic(plan),
         _accumulation(plan.accumulation),
     ]
     if plan.notes:
-        parts.append("\n".join(["notes", *(wrapped(note, bullet="- ") for note in plan.notes)]))
+        parts.append("\n".join(["notes", *(wrap_text(note, bullet="- ") for note in plan.notes)]))
     if plan.advice:
-        lines = [wrapped(str(advice), bullet="- ") for advice in plan.advice]
+        lines = [wrap_text(str(advice), bullet="- ") for advice in plan.advice]
         parts.append("\n".join(["advice; each line was planned too", *lines]))
     return "\n\n".join(part for part in parts if part)
 

@@ -18,34 +18,34 @@ LARGE_UNIT = 0.5
 def notes_on(survey: Survey) -> tuple[str, ...]:
     """One sentence or two for each thing worth knowing, most consequential first."""
     return (
-        *_left_out(survey),
-        *_largest(survey),
-        *_far_apart(survey),
-        *_meshes(survey),
-        *_hooks(survey),
-        *_split(survey),
-        *_ties(survey),
-        *_dtypes(survey),
-        *_frozen(survey),
-        *_owners(survey),
-        *_static_buffers(survey),
-        *_padding(survey),
+        *_note_left_out(survey),
+        *_note_largest(survey),
+        *_note_far_apart(survey),
+        *_note_meshes(survey),
+        *_note_hooks(survey),
+        *_note_split(survey),
+        *_note_ties(survey),
+        *_note_dtypes(survey),
+        *_note_frozen(survey),
+        *_note_owners(survey),
+        *_note_static_buffers(survey),
+        *_note_padding(survey),
     )
 
 
 def odd_notes_on(survey: Survey) -> tuple[str, ...]:
     """What is worth a second look; nothing of a module that is sharded as most are."""
     return (
-        *_left_out(survey),
-        *(note for note in _largest(survey) if ";" in note),
-        *_far_apart(survey),
-        *_frozen(survey),
-        *_static_buffers(survey),
-        *_padding(survey),
+        *_note_left_out(survey),
+        *(note for note in _note_largest(survey) if ";" in note),
+        *_note_far_apart(survey),
+        *_note_frozen(survey),
+        *_note_static_buffers(survey),
+        *_note_padding(survey),
     )
 
 
-def _left_out(survey: Survey) -> Iterator[str]:
+def _note_left_out(survey: Survey) -> Iterator[str]:
     trained = [name for name, p in survey.outside.items() if p.requires_grad]
     frozen = [name for name, p in survey.outside.items() if not p.requires_grad]
     for names, consequence in (
@@ -64,11 +64,11 @@ def _left_out(survey: Survey) -> Iterator[str]:
             )
 
 
-def _own(survey: Survey, record: Record) -> list[PlannedBucket]:
+def _buckets_of(survey: Survey, record: Record) -> list[PlannedBucket]:
     return [survey.buckets[i] for i in record.held]
 
 
-def _static_buffers(survey: Survey) -> Iterator[str]:
+def _note_static_buffers(survey: Survey) -> Iterator[str]:
     """Note which units are gathered at fixed addresses, and which have a buffer to themselves."""
     found = find_static_buffers(survey)
     if found.place:
@@ -81,7 +81,7 @@ def _static_buffers(survey: Survey) -> Iterator[str]:
         )
 
 
-def _split(survey: Survey) -> Iterator[str]:
+def _note_split(survey: Survey) -> Iterator[str]:
     """Note what tensor parallelism split before it was sharded."""
     if survey.split:
         ranks = " or ".join(str(n) for n in sorted(set(survey.split.values())))
@@ -91,7 +91,7 @@ def _split(survey: Survey) -> Iterator[str]:
         )
 
 
-def _hooks(survey: Survey) -> Iterator[str]:
+def _note_hooks(survey: Survey) -> Iterator[str]:
     """Note reductions that are left to functions of the user's."""
     if survey.hooked:
         yield (
@@ -100,7 +100,7 @@ def _hooks(survey: Survey) -> Iterator[str]:
         )
 
 
-def _meshes(survey: Survey) -> Iterator[str]:
+def _note_meshes(survey: Survey) -> Iterator[str]:
     """Note gradients that are averaged over fewer ranks than others."""
     found: dict[int, list[str]] = {}
     for bucket in survey.buckets:
@@ -117,8 +117,8 @@ def _meshes(survey: Survey) -> Iterator[str]:
             )
 
 
-def _largest(survey: Survey) -> Iterator[str]:
-    sizes = [sum(b.full_bytes for b in _own(survey, record)) for record in survey.records]
+def _note_largest(survey: Survey) -> Iterator[str]:
+    sizes = [sum(b.full_bytes for b in _buckets_of(survey, record)) for record in survey.records]
     if not any(sizes):
         return
     largest = max(range(len(sizes)), key=lambda i: sizes[i])
@@ -132,7 +132,7 @@ def _largest(survey: Survey) -> Iterator[str]:
     yield f"{text}."
 
 
-def used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[str, int]]]:
+def find_used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[str, int]]]:
     """Find units whose parameters are used on both sides of a unit inside them.
 
     Yields (unit, names used before, bytes of full gradients by name used after).
@@ -153,8 +153,8 @@ def used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[str, i
             yield record.name, before, after
 
 
-def _far_apart(survey: Survey) -> Iterator[str]:
-    for unit, before, uses in used_far_apart(survey):
+def _note_far_apart(survey: Survey) -> Iterator[str]:
+    for unit, before, uses in find_used_far_apart(survey):
         after = {name: nbytes for name, nbytes in uses.items() if name not in before}
         if not after:  # a tied weight, whose gradients are added up where both have arrived
             continue
@@ -166,7 +166,7 @@ def _far_apart(survey: Survey) -> Iterator[str]:
         )
 
 
-def _ties(survey: Survey) -> Iterator[str]:
+def _note_ties(survey: Survey) -> Iterator[str]:
     for record in survey.records:
         for names in record.ties:
             yield (
@@ -181,11 +181,11 @@ def _ties(survey: Survey) -> Iterator[str]:
             )
 
 
-def _dtypes(survey: Survey) -> Iterator[str]:
+def _note_dtypes(survey: Survey) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for record in survey.records:
         kinds: dict[str, list[PlannedBucket]] = {}
-        for bucket in _own(survey, record):
+        for bucket in _buckets_of(survey, record):
             kinds.setdefault(_kind(bucket), []).append(bucket)
         if len(kinds) > 1:
             split = " and ".join(
@@ -204,10 +204,10 @@ def _kind(bucket: PlannedBucket) -> str:
     return f"{names[0]} computing in {names[1]}, reduced in {names[2]}"
 
 
-def _frozen(survey: Survey) -> Iterator[str]:
+def _note_frozen(survey: Survey) -> Iterator[str]:
     mixed: dict[tuple[int, int, bool], list[str]] = {}
     for record in survey.records:
-        own = _own(survey, record)
+        own = _buckets_of(survey, record)
         frozen = [b for b in own if b.trained_numel < b.numel]
         if frozen and any(b.trained_numel for b in own):
             numel = sum(b.numel - b.trained_numel for b in frozen)
@@ -242,7 +242,7 @@ def work_of(buckets: Sequence[PlannedBucket]) -> tuple[int, ...]:
     return tuple(loads)
 
 
-def _owners(survey: Survey) -> Iterator[str]:
+def _note_owners(survey: Survey) -> Iterator[str]:
     work = work_of(survey.buckets)
     if not work:
         return
@@ -256,11 +256,11 @@ def _owners(survey: Survey) -> Iterator[str]:
     )
 
 
-def _padding(survey: Survey) -> Iterator[str]:
+def _note_padding(survey: Survey) -> Iterator[str]:
     wasteful: list[str] = []
     nbytes = worst = 0.0
     for record in survey.records:
-        own = _own(survey, record)
+        own = _buckets_of(survey, record)
         part = sum(b.padding for b in own) / max(1, sum(b.numel for b in own))
         if part > MUCH_PADDING:
             wasteful.append(record.name)

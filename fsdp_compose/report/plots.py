@@ -16,7 +16,7 @@ from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.figures import Plan, PlannedUnit
 from fsdp_compose.report.plan import plan as plan_of
 from fsdp_compose.report.schedule import Peak, PlannedMoment
-from fsdp_compose.report.text import plural, shortened, size
+from fsdp_compose.report.text import plural, shorten_name, size
 from fsdp_compose.report.timeline import LANES, Timeline
 
 MAX_ROWS = 30
@@ -130,7 +130,7 @@ def _planned_curve(source: Plan) -> _Curve:
     first = turns[0] if turns else count  # forward has fewer moments, and a third of the width
     stretch = max(1.0, (count - first) / (2 * max(1, first)))
     positions = [min(i, first) * stretch + max(0, i - first) for i in range(count)]
-    names = [shortened(moment.unit, 20) for moment in moments]
+    names = [shorten_name(moment.unit, 20) for moment in moments]
     turn = positions[turns[0]] if turns else None
     return _Curve(title, label, positions, parts, turn, names, gaps)
 
@@ -199,7 +199,7 @@ def plot_timeline(timeline: Timeline, path: str | PathLike[str]) -> None:
             bars = [(1e3 * (s.start - start), 1e3 * (s.end - s.start)) for s in spans]
             at = (row - 0.4 + number * height, height)
             axes.broken_barh(bars, at, facecolors=_COLORS[lane], label=lane if row == 0 else None)
-    axes.set_yticks(range(len(names)), [shortened(name, 30) for name in names])
+    axes.set_yticks(range(len(names)), [shorten_name(name, 30) for name in names])
     axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
     for row in range(1, len(names)):
         axes.axhline(row - 0.5, color="#eeeeee", linewidth=0.8, zorder=0)
@@ -276,7 +276,7 @@ def _draw_bucket(axes: Any, run: Sequence[PlannedBucket]) -> None:
     alike = f" and {len(run) - 1} alike" if len(run) > 1 else ""
     of = f", padding {bucket.padding}" if bucket.padding else ""
     each = f", a color for each {bucket.ranks / shown:.3g} ranks" if shown < bucket.ranks else ""
-    title = f"{shortened(bucket.unit, 50)}{alike}: {bucket.numel:,} elements{of}{each}"
+    title = f"{shorten_name(bucket.unit, 50)}{alike}: {bucket.numel:,} elements{of}{each}"
     axes.set_title(title, fontsize="small", loc="left", pad=2)
 
 
@@ -376,7 +376,7 @@ def _peaks(plan: Plan, measured: Timeline | None) -> tuple[list[str], dict[str, 
 
 def _run_name(run: Sequence[PlannedUnit]) -> str:
     alike = f" and {len(run) - 1} alike" if len(run) > 1 else ""
-    return f"{shortened(run[0].name, 28)}{alike}"
+    return f"{shorten_name(run[0].name, 28)}{alike}"
 
 
 def _fold(items: Iterable[Any], key: Any) -> list[list[Any]]:

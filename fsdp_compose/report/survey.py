@@ -243,7 +243,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
             )
         )
     _walk(modules, survey, set(owned))
-    survey.buffer_bytes = _planned_buffers(modules, plans)
+    survey.buffer_bytes = _count_planned_buffers(modules, plans)
     return survey
 
 
@@ -318,7 +318,7 @@ class _Walker:
         self.survey.events.append(Event(record, leaves=True, outermost=not self.active))
 
 
-def _planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> int:
+def _count_planned_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> int:
     casts = {
         id(buffer): dtype
         for plan in plans

@@ -56,7 +56,7 @@ WIDTH = 100
 """Columns of every report."""
 
 
-def wrapped(text: str, indent: str = "  ", bullet: str = "") -> str:
+def wrap_text(text: str, indent: str = "  ", bullet: str = "") -> str:
     """Break text at ``WIDTH`` columns; lines after the first stand under its first word."""
     return "\n".join(
         textwrap.fill(
@@ -71,7 +71,7 @@ def wrapped(text: str, indent: str = "  ", bullet: str = "") -> str:
     )
 
 
-def shortened(name: str, width: int) -> str:
+def shorten_name(name: str, width: int) -> str:
     """A name in at most ``width`` columns: its beginning and its end."""
     if len(name) <= width:
         return name
@@ -83,7 +83,7 @@ def fit_names(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Shorten the first column so that a table of ``rows`` is at most ``WIDTH`` wide."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = max(12, WIDTH - 2 - sum(2 + width for width in widths[1:]))
-    return [[shortened(row[0], room), *row[1:]] for row in rows]
+    return [[shorten_name(row[0], room), *row[1:]] for row in rows]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -36,7 +36,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = tuple([leaf_of(t) if is_connected(t) else t for t in kwargs["inputs"]])
     units, entries = _find_units(given)
     inputs = (*given, *(unit.links.anchor for unit in units))
-    with _chosen(units, entries.values(), None):
+    with _choose_gradients(units, entries.values(), None):
         return _backward(func, args, {**kwargs, "inputs": inputs})
 
 
@@ -78,7 +78,7 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     anchors = [unit.links.anchor for unit in units]
     changed = {"allow_unused": True, "materialize_grads": False}
     results: dict[Entry, torch.Tensor] = {}
-    with _chosen(units, entries.values(), results), _summed(entries.values()):
+    with _choose_gradients(units, entries.values(), results), _postpone_hooks(entries.values()):
         found = _grad(func, (args[0], (*inputs, *anchors)), {**kwargs, **changed})
     grads = []
     for index, source in enumerate(inputs):
@@ -100,7 +100,7 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @contextmanager
-def _chosen(
+def _choose_gradients(
     units: list[Unit], entries: Iterable[Entry], results: dict[Entry, torch.Tensor] | None
 ) -> Iterator[None]:
     """Scope in which only ``entries`` of ``units`` receive gradients, and no later backward."""
@@ -115,7 +115,7 @@ def _chosen(
 
 
 @contextmanager
-def _summed(entries: Iterable[Entry]) -> Iterator[None]:
+def _postpone_hooks(entries: Iterable[Entry]) -> Iterator[None]:
     """Scope in which autograd leaves hooks to the caller, who runs them on the whole gradient."""
     hooks = [entry.spec.hooks for entry in entries]
     try:

@@ -63,7 +63,9 @@ class EditComparison:
             if self._was_told(log):
                 continue
             try:
-                log.compare_now(events if failure is None else _failed(events[0][2], str(failure)))
+                log.compare_now(
+                    events if failure is None else _list_failure(events[0][2], str(failure))
+                )
             except RuntimeError as error:
                 failure = failure or error
         for log, begun in self._begun.items():
@@ -94,7 +96,7 @@ def _events_of(
         if log is None:
             continue
         if problem is not None:
-            yield log, _failed(unit.name, problem)
+            yield log, _list_failure(unit.name, problem)
             continue
         if scope.options.rank0_only:
             yield log, [(code_of(EDIT, unit.name), EDIT, unit.name, "as rank 0 has it")]
@@ -116,6 +118,6 @@ def _show(total: int) -> str:
     return f"{total % (1 << 64):016x}"
 
 
-def _failed(unit: str, problem: str) -> list[Event]:
+def _list_failure(unit: str, problem: str) -> list[Event]:
     text = f"not at all, because of an error: {problem}"
     return [(code_of(EDIT, unit, text), EDIT, unit, text)]

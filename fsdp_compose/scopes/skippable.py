@@ -373,7 +373,7 @@ class _State:
             slots = [buffer_slots(submodule) for submodule in module.modules()]
             places = [(values, dict(values)) for values in slots]
             arriving = [
-                (bucket, _copy(bucket.arriving), _packed(bucket))
+                (bucket, _copy(bucket.arriving), _copy_packed(bucket))
                 for unit in units
                 for bucket in unit.buckets
             ]
@@ -424,7 +424,7 @@ def _copy(arriving: Arriving) -> Arriving:
     )
 
 
-def _packed(bucket: Bucket) -> torch.Tensor | None:
+def _copy_packed(bucket: Bucket) -> torch.Tensor | None:
     if not bucket.arriving.packed:
         return None
     assert bucket.grads is not None

@@ -74,13 +74,13 @@ def _keep(gradient: UnreducedGradient, value: torch.Tensor) -> None:
         gradient.refuse("data")
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
+def _make_refusal(name: str) -> Callable[..., NoReturn]:
     return lambda gradient, *args: gradient.refuse(name)
 
 
 for _name in "__copy__ __deepcopy__ __format__ __reduce_ex__ full_tensor to_local".split():
-    setattr(UnreducedGradient, _name, _refused(_name))
-setattr(UnreducedGradient, "data", property(_refused("data"), _keep))  # noqa: B010
+    setattr(UnreducedGradient, _name, _make_refusal(_name))
+setattr(UnreducedGradient, "data", property(_make_refusal("data"), _keep))  # noqa: B010
 
 
 def read_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

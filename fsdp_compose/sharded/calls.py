@@ -63,7 +63,7 @@ from fsdp_compose.sharded.torchstate import view_local
 from fsdp_compose.sharded.writes import note_call, note_lists
 
 
-def _shared(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_shared(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function whose answer is the same for slice and whole."""
     return call_raw(func, (), args, kwargs)
 
@@ -417,7 +417,7 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: mine(*args, **kwargs)
 
 
-def _composed(call: Callable[..., Any]) -> Callable[..., Any]:
+def _compose(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a handler that calls what takes the arguments of torch's function."""
     return lambda func, args, kwargs: call(*args, **kwargs)
 
@@ -434,7 +434,7 @@ def _handle(functions: Iterable[Callable[..., Any]], handler: Handler) -> None:
     HANDLERS.update(dict.fromkeys(functions, handler))
 
 
-_handle(ops.SHARED, _shared)
+_handle(ops.SHARED, _call_shared)
 _handle([Tensor.backward], backward)
 _handle(ops.ELEMENTWISE, _elementwise)
 _handle(ops.CASTS, _cast)
@@ -450,9 +450,9 @@ _handle(ops.LOSSES, _loss)
 _handle(ops.functions("where", torch, Tensor), _where)
 _handle(ops.functions("__setitem__", Tensor), _set_item)
 _handle(ops.functions("dot inner vdot", torch, Tensor), _dot)
-_handle(ops.functions("dist", torch, Tensor), _composed(_dist))
-_handle(ops.functions("equal", torch, Tensor), _composed(_equal))
-_handle(ops.functions("allclose", torch, Tensor), _composed(_all_close))
+_handle(ops.functions("dist", torch, Tensor), _compose(_dist))
+_handle(ops.functions("equal", torch, Tensor), _compose(_equal))
+_handle(ops.functions("allclose", torch, Tensor), _compose(_all_close))
 _handle(ops.functions("is_same_size", torch, Tensor), _same_size)
 _handle(
     ops.functions("__bool__ __complex__ __float__ __index__ __int__ is_nonzero item", Tensor), _item
@@ -486,7 +486,7 @@ ON_SLICES: dict[Callable[..., Any], Handler] = {
     torch._foreach_norm: _foreach_reduce,
     torch._foreach_mul_: _foreach,
     torch.linalg.vector_norm: _reduce,
-    **dict.fromkeys(ops.setters("grad_dtype"), _shared),
+    **dict.fromkeys(ops.setters("grad_dtype"), _call_shared),
 }
 """What is done to slices for functions that their unit may answer instead."""
 

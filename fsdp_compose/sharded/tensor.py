@@ -150,7 +150,7 @@ class _Sharded(TorchState):
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             if value is not self._kept_grad:  # as it is after ``p.grad /= x``
                 note_write(self, "grad =", (value,), GRADIENT)
-            value = fitted(value, self._shard_spec, "the gradient assigned to")
+            value = fit_slice(value, self._shard_spec, "the gradient assigned to")
         if self._kept_grad is not None:
             forget_grad(self)
         call_raw(set_grad, (), (self, value))
@@ -170,7 +170,7 @@ class _Sharded(TorchState):
     def data(self, value: Tensor) -> None:
         """Another slice takes this one's place; tensors over the former memory keep its values."""
         spec, mine = self._shard_spec, to_local(self)
-        local = to_local(fitted(value, spec, "the tensor assigned to .data of"))
+        local = to_local(fit_slice(value, spec, "the tensor assigned to .data of"))
         note_write(self, "data =", (value,))
         is_own = self._noted != PARAMETER  # not the parameter's memory, as that of p.detach() is
         if is_own and not is_sharded(value) and local.dtype == mine.dtype:
@@ -423,7 +423,7 @@ def sharded_hook(
                 grad = tag(grad.as_subclass(Tensor), spec)
         with enable_torch_function():
             result = hook(grad)
-            return None if result is None else fitted(result, spec, "what a hook returned for")
+            return None if result is None else fit_slice(result, spec, "what a hook returned for")
 
     on_slice.__wrapped__ = hook  # type: ignore[attr-defined]
     return on_slice
@@ -465,7 +465,7 @@ torch.serialization.add_safe_globals([rebuild_sharded])
 prefer_foreach(ShardedTensor, ShardedParameter, ShardedDTensor)
 
 
-def fitted(value: Tensor, spec: ShardSpec, what: str) -> Any:
+def fit_slice(value: Tensor, spec: ShardSpec, what: str) -> Any:
     """Return ``value`` as a slice cut as ``spec`` says; a whole tensor is cut first."""
     if is_sharded(value):
         if value._shard_spec is spec or value._shard_spec.key == spec.key:

@@ -131,7 +131,7 @@ class SimulatedGroup(_ProcessGroup):
     # Messages between two ranks
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> SimulatedWork:
-        return self._message(list(map(_arrived, tensors)), peer, tag, is_sender=True)
+        return self._message(list(map(_take_arrived, tensors)), peer, tag, is_sender=True)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> SimulatedWork:
         return self._message(tensors, peer, tag, is_sender=False)
@@ -313,7 +313,7 @@ def sizes(tensors: Tensors) -> tuple[object, ...]:
     return tuple(f"{tensor.numel()} x {tensor.dtype}" for tensor in tensors)
 
 
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+def _take_arrived(tensor: torch.Tensor) -> torch.Tensor:
     """What is sent: of a tensor that waits for a collective of torch's, the result.
 
     Such a tensor (DTensor's ``to_local()`` may be one) has no memory of its own.

@@ -115,7 +115,7 @@ def run_program(
     """As ``simulate``; without ``has_group`` the ranks begin as a launcher starts them."""
     _check(size, seed, faults)
     run = _Run(program, size, seed, faults, has_group)
-    with _prepared(run):
+    with _prepare_torch(run):
         run.go()
     if run.first_rank is None:
         return [run.results[rank] for rank in range(size)]
@@ -251,7 +251,7 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _prepared(run: _Run) -> Iterator[None]:
+def _prepare_torch(run: _Run) -> Iterator[None]:
     """Scope in which torch's groups are the simulation's, and after which all is as before."""
     before, threads = own.caller(), torch.get_num_threads()
     # What there is already is set aside, so that no rank looks through it; not where the caller did

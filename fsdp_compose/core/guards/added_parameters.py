@@ -44,7 +44,7 @@ def check_additions(unit: Unit) -> None:
                 break
         else:
             return
-    missing = missing_from(unit)
+    missing = find_missing(unit)
     added = [name for name, value in missing if not is_sharded(value)]
     if added:
         raise RuntimeError(
@@ -70,7 +70,7 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
         RuntimeError: naming a parameter of the copy that the unit does not gather.
     """
     known = {(id(values), name) for values, name, _ in unit.links.places}
-    for name, value in _unknown(unit, managed_from(unit, module), known):
+    for name, value in _find_unknown(unit, list_managed_from(unit, module), known):
         raise RuntimeError(
             f"unit {unit.name!r}: forward was called on a copy of its {type(module).__name__} that "
             "was made by copy.copy or from its __dict__. The copy runs the unit of the original, "
@@ -80,12 +80,12 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
         )
 
 
-def managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+def list_managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
     """List the modules whose parameters belong to the unit, with their names in it."""
-    return managed_from(unit, *[ref() for ref in unit.modules])
+    return list_managed_from(unit, *[ref() for ref in unit.modules])
 
 
-def managed_from(unit: Unit, *roots: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+def list_managed_from(unit: Unit, *roots: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
     """List ``roots`` and the modules inside them that belong to no other unit."""
     seen: set[int] = set()
     for position, root in enumerate(roots):
@@ -119,13 +119,13 @@ def is_ignored(unit: Unit, item: object) -> bool:
     return ref is not None and ref() is item
 
 
-def missing_from(unit: Unit) -> list[tuple[str, nn.Parameter]]:
+def find_missing(unit: Unit) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters that forward would leave out, and parameters it would read sharded."""
     known = {(id(values), name) for values, name, _ in unit.links.places}
-    return _unknown(unit, managed(unit), known)
+    return _find_unknown(unit, list_managed(unit), known)
 
 
-def _unknown(
+def _find_unknown(
     unit: Unit, modules: Iterable[tuple[str, nn.Module]], known: set[tuple[int, str]]
 ) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) where ``modules`` have one that is not ``known`` and is not ignored."""
@@ -143,7 +143,7 @@ def _unknown(
 
 def remember(unit: Unit) -> None:
     """Record what the unit's modules hold now; later forwards compare theirs with it."""
-    modules = [module for _, module in managed(unit)]
+    modules = [module for _, module in list_managed(unit)]
     tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
     parents = [children for m in modules if (children := child_slots(m))]
     watched = {(id(values), name) for values, name, _ in unit.links.places}

@@ -27,9 +27,9 @@ from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.autograd import Spread
 from fsdp_compose.core.guards.connect import connect, owners
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.guards.replaced_parameters import replaced, replaced_message
+from fsdp_compose.core.guards.replaced_parameters import explain_replaced, find_replaced
 from fsdp_compose.core.records import Opened
-from fsdp_compose.core.state import Unit, owner_of, resting
+from fsdp_compose.core.state import Unit, owner_of, tensors_at_rest
 from fsdp_compose.sharded import ShardedTensor, ShardSpec, is_sharded, spec_of, view_local
 
 GivenTensors = dict[int, torch.Tensor]
@@ -44,7 +44,7 @@ def find_given_tensors(unit: Unit) -> GivenTensors:
             in its place.
     """
     found: GivenTensors = {}
-    places = replaced(unit)
+    places = find_replaced(unit)
     if not places:
         return found
     for values, name, index in places:
@@ -53,7 +53,7 @@ def find_given_tensors(unit: Unit) -> GivenTensors:
         if not isinstance(value, torch.Tensor) or not (
             scoped or not isinstance(value, nn.Parameter) or in_functional_call()
         ):
-            raise RuntimeError(replaced_message(unit, index, value))
+            raise RuntimeError(explain_replaced(unit, index, value))
         found[index] = value
         _check(unit, index, value)
     for values, name, index in unit.links.places:
@@ -103,7 +103,7 @@ def open_functional_call(
     Returns the tensors that the forward reads, by entry, in the dtype it computes in. Returns None
     where the unit is gathered in the normal way, for the parameters that were not replaced.
     """
-    held = resting(unit)
+    held = tensors_at_rest(unit)
     scoped = unit.opened is not None and unit.opened.in_forward
     apart = stored or transforms_active()
     complete = len(found) == len(unit.entries) or scoped or apart

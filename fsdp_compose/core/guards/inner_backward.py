@@ -35,7 +35,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.autograd import DELETED
-from fsdp_compose.core.guards.added_parameters import managed
+from fsdp_compose.core.guards.added_parameters import list_managed
 from fsdp_compose.core.guards.cut_graphs import watch_conversions
 from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.kept_tensors import opened_at
@@ -81,7 +81,7 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
 def watch_hooked(unit: Unit) -> None:
     """Watch the inputs and outputs of submodules that have forward hooks, from now on."""
     roots = {id(ref()) for ref in unit.modules}
-    for _, module in managed(unit):
+    for _, module in list_managed(unit):
         if id(module) in roots:
             continue
         before, after = forward_hook_tables(module)
@@ -222,7 +222,7 @@ def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
         return
     unit.checks.keepers = []
     kept: list[torch.Tensor] = []
-    for _, module in managed(unit):
+    for _, module in list_managed(unit):
         for name, value in vars(module).items():
             if name not in _OWN and isinstance(value, torch.Tensor | list | tuple | dict):
                 mine = [t for t in find_tensors(value)[0] if _is_made_since(start, t)]

@@ -50,7 +50,7 @@ def copy_moved_parameters(bucket: Bucket) -> None:
     locals_ = [to_local(entry.param) for entry in bucket.entries]
     kinds = {(local.dtype, local.device) for local in locals_}
     if len(kinds) > 1:
-        raise RuntimeError(_mixed(bucket, locals_))
+        raise RuntimeError(_explain_mixed(bucket, locals_))
     ((dtype, device),) = kinds
     with torch.inference_mode(False), torch.no_grad():
         _require_host(bucket, device)
@@ -177,7 +177,7 @@ def _regroup(group: Group, device: torch.device) -> Group:
     return with_transport(group_of(group.pg, device), group.transport)
 
 
-def _mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
+def _explain_mixed(bucket: Bucket, locals_: list[torch.Tensor]) -> str:
     """The error for a bucket whose parameters have several dtypes or devices."""
     kept = (bucket.stored.dtype, bucket.stored.device)
     named = [(entry, (t.dtype, t.device)) for entry, t in zip(bucket.entries, locals_, strict=True)]

@@ -25,7 +25,7 @@ def is_shown_by_another(unit: Unit, values: dict[str, Any], name: str) -> bool:
     )
 
 
-def replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
+def find_replaced(unit: Unit) -> list[tuple[dict[str, Any], str, int]]:
     """List the places of the unit that do not hold what they hold between passes."""
     links = unit.links
     held = links.leaves if unit.opened is None else unit.opened.tensors
@@ -56,7 +56,7 @@ def return_leaves(unit: Unit) -> None:
         values[name] = replaced
 
 
-def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
+def _explain_parallelized(spec: ShardSpec, unit: Unit) -> str:
     """The error for tensor parallelism that was applied to a sharded module."""
     return (
         f"parameter {spec.fqn!r} of unit {unit.name!r} was replaced by a DTensor after "
@@ -67,8 +67,8 @@ def _parallelized_late(spec: ShardSpec, unit: Unit) -> str:
 
 def check_slots(unit: Unit) -> None:
     """Raise when a parameter of the unit was replaced since it was sharded."""
-    for values, name, index in replaced(unit):
-        raise RuntimeError(replaced_message(unit, index, values.get(name)))
+    for values, name, index in find_replaced(unit):
+        raise RuntimeError(explain_replaced(unit, index, values.get(name)))
 
 
 def check_at_rest(unit: Unit) -> None:
@@ -86,13 +86,13 @@ def check_place(unit: Unit, values: dict[str, Any], name: str, index: int) -> No
         and unit.run.showing is None
         and not is_shown_by_another(unit, values, name)
     ):
-        raise RuntimeError(replaced_message(unit, index, value))
+        raise RuntimeError(explain_replaced(unit, index, value))
 
 
-def replaced_message(unit: Unit, index: int, found: object) -> str:
+def explain_replaced(unit: Unit, index: int, found: object) -> str:
     """The error for a parameter of which ``found`` has taken the place."""
     if isinstance(found, DTensor):
-        return _parallelized_late(unit.entries[index].spec, unit)
+        return _explain_parallelized(unit.entries[index].spec, unit)
     shape = tuple(getattr(found, "shape", ()))
     what = "nothing" if found is None else f"{type(found).__name__} {shape}"
     return (

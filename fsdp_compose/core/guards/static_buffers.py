@@ -99,7 +99,7 @@ class StaticWork(EngineWork):
             if bucket.residence.moved or bucket.fill.is_superseded:
                 renew_bucket(bucket)  # which may build it again, without a place
         is_new = self.homes.get(unit) is not choice.place
-        if is_new or any(bucket.static is None for bucket in _gathering(unit)):
+        if is_new or any(bucket.static is None for bucket in _list_gathering(unit)):
             self._put(unit, choice)
         return self.homes.get(unit, choice.place)
 
@@ -205,7 +205,7 @@ def _lenders(unit: Unit) -> list[Unit]:
     return [owner for owner in found if owner is not unit and is_static(owner)]
 
 
-def _gathering(unit: Unit) -> list[Bucket]:
+def _list_gathering(unit: Unit) -> list[Bucket]:
     """The unit's buckets that take memory while they are gathered."""
     return [bucket for bucket in unit.buckets if _gathered_nbytes(bucket)]
 

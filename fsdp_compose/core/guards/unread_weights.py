@@ -103,14 +103,14 @@ def _find_saved(unit: Unit, output: Any, last: Any) -> str | None:
         shown += start <= made_at(node) < end
         if hides_reads(node):
             return f"may read parameters in {node.name()} (a checkpoint, a function or hooks)"
-        for tensor in _saved_by(node):
+        for tensor in _list_saved(node):
             if any(lies_in(bucket, tensor) for bucket in unit.gathered):
                 return f"reads its parameter {_name_at(unit, tensor.data_ptr())!r}"
         pending += [source for source, _ in node.next_functions]
     return None if shown == end - start else _BESIDE
 
 
-def _saved_by(node: Any) -> Iterator[torch.Tensor]:
+def _list_saved(node: Any) -> Iterator[torch.Tensor]:
     """The tensors that an autograd node keeps for its backward, as far as torch shows them."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":

@@ -155,9 +155,9 @@ def test_a_unit_that_trains_in_its_second_bucket() -> None:
 def test_frozen_additions_cost_no_look_at_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward looks through a unit's modules after a change alone, however many were added."""
     looks: list[str] = []
-    look = added_parameters.missing_from
+    look = added_parameters.find_missing
     monkeypatch.setattr(
-        added_parameters, "missing_from", lambda unit: looks.append(unit.name) or look(unit)
+        added_parameters, "find_missing", lambda unit: looks.append(unit.name) or look(unit)
     )
 
     def ranks(rank: int) -> None:
