@@ -104,25 +104,7 @@ def resolve_mesh(
             "there for each other. Build the model on the CPU, or start processes: "
             "fsdp-compose run --nproc 2 SCRIPT."
         )
-    if mesh is None:
-        world = group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF
-        shard, replicate = world, SELF
-    elif isinstance(mesh, str) and mesh == "self":
-        shard, replicate = SELF, SELF
-    elif isinstance(mesh, DeviceMesh):
-        shard, replicate = _from_device_mesh(mesh, device)
-    elif isinstance(mesh, dist.ProcessGroup):
-        shard, replicate = group_of(mesh, device), SELF
-    elif isinstance(mesh, Mesh):  # resolved already, or made up for a plan
-        shard, replicate = mesh.shard, mesh.replicate
-    elif _is_pair(mesh):
-        shard, replicate = group_of(mesh[0], device), group_of(mesh[1], device)
-    else:
-        raise TypeError(
-            f"fully_shard: mesh is {mesh!r}; wanted None, a DeviceMesh with dimensions (shard) or "
-            "(replicate, shard), a ProcessGroup, a (shard, replicate) pair of ProcessGroups, or "
-            '"self" for a world of this rank alone.'
-        )
+    shard, replicate = _split_mesh(mesh, device)
     axes = 2 if _has_two_axes(mesh) else 1
     if placement.axes is not None and axes != placement.axes:
         raise ValueError(
@@ -144,6 +126,27 @@ def resolve_mesh(
     if microbatches is not None:
         check_microbatches(microbatches, shard.size * replicate.size)
     return Mesh(shard, replicate, device, microbatches=microbatches)
+
+
+def _split_mesh(mesh: MeshLike | None, device: torch.device) -> tuple[Group, Group]:
+    """The (shard, replicate) groups of what the user passed as ``mesh``."""
+    if mesh is None:
+        return group_of(dist.group.WORLD, device) if dist.is_initialized() else SELF, SELF
+    if isinstance(mesh, str) and mesh == "self":
+        return SELF, SELF
+    if isinstance(mesh, DeviceMesh):
+        return _from_device_mesh(mesh, device)
+    if isinstance(mesh, dist.ProcessGroup):
+        return group_of(mesh, device), SELF
+    if isinstance(mesh, Mesh):  # resolved already, or made up for a plan
+        return mesh.shard, mesh.replicate
+    if _is_pair(mesh):
+        return group_of(mesh[0], device), group_of(mesh[1], device)
+    raise TypeError(
+        f"fully_shard: mesh is {mesh!r}; wanted None, a DeviceMesh with dimensions (shard) or "
+        "(replicate, shard), a ProcessGroup, a (shard, replicate) pair of ProcessGroups, or "
+        '"self" for a world of this rank alone.'
+    )
 
 
 def with_transport(group: Group, transport: Transport | None) -> Group:
