@@ -358,15 +358,7 @@ def reduce_units(units: list[Unit]) -> None:
         switches.all_reduce = switches.last_backward = True
         try:
             for bucket in unit.buckets:
-                if bucket.residence.moved:
-                    renew_bucket(bucket)  # and convert what waits
-                if bucket.arriving.waiting is not None and not is_pending(bucket):
-                    pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
-                if bucket.arriving.packed:
-                    unit.engine.reductions.append(start_reduce(bucket))
-                elif bucket.arriving.partial is not None:
-                    unit.engine.reductions.append(start_all_reduce(bucket))
-                drain(unit.engine)
+                _reduce_bucket(bucket, unit.engine)
         except BaseException as error:  # such as of a hook, which may have written the gradients
             if not isinstance(error, StepDiscarded):  # for whose scope they are put back
                 drop_waiting_gradients(units, [unit.name])
@@ -381,6 +373,19 @@ def reduce_units(units: list[Unit]) -> None:
     check_reduced(
         (b for u in units for b in u.buckets if b.mesh.microbatches is not None), "reduce_grads"
     )
+
+
+def _reduce_bucket(bucket: Bucket, engine: Engine) -> None:
+    """Reduce what waits in a bucket, if anything does."""
+    if bucket.residence.moved:
+        renew_bucket(bucket)  # and convert what waits
+    if bucket.arriving.waiting is not None and not is_pending(bucket):
+        pack(bucket, [None] * len(bucket.entries))  # zeros, to send the rest along
+    if bucket.arriving.packed:
+        engine.reductions.append(start_reduce(bucket))
+    elif bucket.arriving.partial is not None:
+        engine.reductions.append(start_all_reduce(bucket))
+    drain(engine)
 
 
 def check_reduced(
