@@ -7,7 +7,7 @@ order in which the plan takes them to run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -155,14 +155,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     def name_of(entry: Entry) -> str:
         return (*_name_slots(entry.slots, paths), entry.spec.fqn)[0]
 
-    index: dict[int, int] = {}
-    for bucket in {id(b): b for unit in units for b in unit.gathered}.values():
-        index[id(bucket)] = len(survey.buckets)
-        if bucket.mesh.microbatches is not None:
-            survey.in_tree.add(len(survey.buckets))
-        survey.buckets.append(describe_bucket(bucket, tuple(map(name_of, bucket.entries))))
-        for entry in bucket.entries:
-            _note_split(survey, name_of(entry), entry.spec.parallel)
+    index = _add_buckets(survey, units, name_of)
     survey.hooked += [unit.name for unit in units if unit.switches.comm_hook is not None]
     records: dict[int, Record] = {}
     unheld = index.keys() - {id(bucket) for unit in units for bucket in unit.buckets}
@@ -196,6 +189,21 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     _walk([module], survey, sharded)
     survey.buffer_bytes = sum(map(nbytes_of, {id(b): b for b in module.buffers()}.values()))
     return survey
+
+
+def _add_buckets(
+    survey: Survey, units: Sequence[Unit], name_of: Callable[[Entry], str]
+) -> dict[int, int]:
+    """Describe the buckets that units gather, each once; their positions by the bucket's id."""
+    index: dict[int, int] = {}
+    for bucket in {id(b): b for unit in units for b in unit.gathered}.values():
+        index[id(bucket)] = len(survey.buckets)
+        if bucket.mesh.microbatches is not None:
+            survey.in_tree.add(len(survey.buckets))
+        survey.buckets.append(describe_bucket(bucket, tuple(map(name_of, bucket.entries))))
+        for entry in bucket.entries:
+            _note_split(survey, name_of(entry), entry.spec.parallel)
+    return index
 
 
 def _set_lists(units: Sequence[Unit], records: Mapping[int, Record]) -> None:
