@@ -68,11 +68,10 @@ from fsdp_compose.scopes import comm_hooks
 from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 _logger = logging.getLogger("fsdp_compose")
-PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(
-    path: PathLike,
+    path: str | os.PathLike[str],
     module: nn.Module,
     optim: OptimLike | None = None,
     extra: object = None,
@@ -228,7 +227,7 @@ def _copy_to_host(tree: Any) -> Any:
 
 
 def load_checkpoint(
-    path: PathLike,
+    path: str | os.PathLike[str],
     module: nn.Module,
     optim: OptimLike | None = None,
     *,

@@ -48,12 +48,11 @@ from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
 from fsdp_compose.sharded.chunks import storage_dims
 
-PathLike = str | os.PathLike[str]
 MAX_FILE_BYTES = 5 << 30
 
 
 def save_full(
-    path: PathLike,
+    path: str | os.PathLike[str],
     module: nn.Module,
     *,
     format: Format = SAFETENSORS,
@@ -278,7 +277,7 @@ class _Writer:
 
 
 def load_full(
-    path: PathLike,
+    path: str | os.PathLike[str],
     module: nn.Module,
     *,
     format: Format = SAFETENSORS,

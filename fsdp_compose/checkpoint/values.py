@@ -91,7 +91,7 @@ def is_ready(value: object) -> bool:
     return isinstance(value, Tensor) and _READY in value.__dict__
 
 
-SAMPLED = 16
+_SAMPLED = 16
 """Elements of each value that ranks compare before they load it."""
 
 
@@ -99,7 +99,7 @@ def sample_bytes(value: Tensor) -> bytes:
     """The bytes of some elements of a plain tensor, which are spread over all of it."""
     if not value.numel() or value.device.type == "meta" or value.layout is not torch.strided:
         return b""
-    last, count = value.numel() - 1, min(SAMPLED, value.numel())
+    last, count = value.numel() - 1, min(_SAMPLED, value.numel())
     spread = [index * last // max(1, count - 1) for index in range(count)]
     at = torch.tensor(spread, device="cpu")
     place = torch.unravel_index(at, value.shape) if value.ndim else ()

@@ -40,7 +40,7 @@ from fsdp_compose.checkpoint.metadata import check_relative
 from fsdp_compose.comm.messages import to_bytes
 
 ASIDE = ".saving-"
-SAMPLED = 16
+_SAMPLED = 16
 """Elements of each tensor that tell two files without checksums apart."""
 
 
@@ -173,7 +173,7 @@ class StoredTensors:
         total = 0
         for name, stored in sorted(self.tensors.items(), key=lambda item: item[0]):
             first = stored.numel // 2
-            picked = stored.read_part(first, min(first + SAMPLED, stored.numel)).contiguous()
+            picked = stored.read_part(first, min(first + _SAMPLED, stored.numel)).contiguous()
             total = zlib.crc32(f"{name} {stored.dtype} {stored.shape}".encode(), total)
             total = zlib.crc32(to_bytes(picked.view(torch.uint8)), total)
         known = sorted((file.name, *map(dataclasses.astuple, s)) for file, s in self.sums.items())
