@@ -167,7 +167,7 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
 
 
 def _leave_for_loading(metas: dict[MeshLike | None, MetaValues], module: nn.Module) -> None:
-    """Of each mesh in turn; the widest, which comes last, tells all ranks what went wrong."""
+    """Leave values for loading by mesh; the widest, which is last, says what is wrong."""
     problem: Exception | None = None
     for mesh, meta in metas.items():
         if meta.keys:
@@ -259,7 +259,7 @@ def _find_change(
 def _select_inside(
     fresh: list[tuple[str, nn.Module]], position: int, modules: Sequence[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """Those of ``fresh`` in one of the unit's modules, named as in it."""
+    """Select the modules of ``fresh`` in one of the unit's modules, named as in it."""
     if len(modules) == 1:
         return fresh
     start = f"{position}."

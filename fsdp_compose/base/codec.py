@@ -33,7 +33,7 @@ class GatherCodec:
     decode: Callable[[torch.Tensor, torch.Tensor], None]
 
     def __repr__(self) -> str:
-        """By the names of its functions, which ranks compare."""
+        """Show the names of its functions, which ranks compare."""
         return f"GatherCodec({name_function(self.encode)}, {name_function(self.decode)})"
 
     def __post_init__(self) -> None:

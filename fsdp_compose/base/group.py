@@ -151,7 +151,7 @@ class Transport:
                 check_function("Transport", name, function, takes)
 
     def __repr__(self) -> str:
-        """By the names of its functions, which ranks compare."""
+        """Show the names of its functions, which ranks compare."""
         functions = [getattr(self, name) for name in _NEEDED]
         return f"Transport({', '.join(map(name_function, functions))})"
 

@@ -372,7 +372,7 @@ def check_ranks(caller: str, name: str, given: object, whose: str) -> None:
 
 
 def group_over(ranks: Ranks, device: torch.device) -> Group:
-    """Those ranks' group, for tensors on ``device``."""
+    """The group of these ranks, for tensors on ``device``."""
     return group_of(ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks, device)
 
 

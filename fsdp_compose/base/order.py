@@ -176,7 +176,7 @@ def _merge(passes: list[Pass], older: list[Pass]) -> list[Pass]:
 
 
 def _find_routes(passes: list[Pass]) -> list[Pass]:
-    """Those of ``passes`` with a visitor that lives and is in none before them."""
+    """List the passes with a visitor that lives and is in no pass before them."""
     found: list[Pass] = []
     seen: set[int] = set()
     for refs in passes:

@@ -121,7 +121,7 @@ class Streams:
 
 
 def join_graph(streams: Streams) -> None:
-    """In a CUDA graph, let the current stream wait for what the graph runs beside it."""
+    """Let the current stream wait for what a CUDA graph runs beside it."""
     if streams.gather is None or not is_capturing():
         return
     for stream in (streams.gather, streams.reduce):

@@ -30,14 +30,14 @@ class Place:
     leases: list[weakref.ref[PlaceLease]] = field(default_factory=list)
 
     def part(self, start: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Some of its bytes, as a tensor over a storage of its own."""
+        """View some bytes of the place as a tensor over a storage of its own."""
         with torch.inference_mode(False), torch.no_grad():
             if self.memory is None:
                 self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             return from_dlpack(self.memory[start : start + nbytes])
 
     def users(self) -> list[PlaceLease]:
-        """Those to whom parts of it are lent; what nobody keeps is free again."""
+        """List the leases of parts of the place; what nobody keeps is free again."""
         found = [lease for ref in self.leases if (lease := ref()) is not None]
         self.leases = list(map(weakref.ref, found))
         return found
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(eq=False, repr=False)
 class PlaceLease:
-    """That a unit's gradients are in these bytes of a place, as long as somebody keeps it."""
+    """A note that a unit's gradients are in these bytes of a place, while somebody keeps it."""
 
     unit: weakref.ref[Any] | None
     span: range

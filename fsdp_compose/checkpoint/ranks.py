@@ -248,7 +248,7 @@ def _meet(
 
 
 def _meet_in_time(what: str, groups: Sequence[Group], timeout: float) -> bool:
-    """On gloo raise unless every rank of ``groups`` begins the call; False if some come too late.
+    """Raise on gloo unless every rank of ``groups`` begins the call; False if some come too late.
 
     Those that come back to the call, having come too late, still meet.
     """

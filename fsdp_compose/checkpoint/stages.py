@@ -181,7 +181,7 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
 def _find_first_holders(
     what: str, reports: Sequence[_Report], members: Sequence[tuple[int, ...]], group: Group
 ) -> dict[str, int]:
-    """By name of what fewer ranks of a stage hold, the first of them."""
+    """Find the first holder of each name that fewer ranks of a stage hold."""
     held = [(name, rank) for rank, report in enumerate(reports) for name in report.of_fewer]
     first = dict(reversed(held))
     for ranks in members:

@@ -150,7 +150,7 @@ def _build_from_config(path: Path) -> nn.Module:
 
 
 def _choose_units(model: nn.Module, wanted: list[str] | None) -> Policy | None:
-    """By class where a word is the name of one in the model, else by pattern of names."""
+    """Choose units by class where a word names one in the model, else by pattern of names."""
     if not wanted:
         return None
     kinds = {type(module).__name__: type(module) for module in model.modules()}

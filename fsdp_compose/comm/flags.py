@@ -31,7 +31,7 @@ class Flags:
         self.bits |= int.from_bytes(bytes(other.tolist()), "little")
 
     def to_tensor(self) -> torch.Tensor:
-        """One byte each, for a maximum over ranks."""
+        """The flags as one byte each, for a maximum over ranks."""
         bits = [self.bits >> i & 1 for i in range(self.count)]
         return torch.tensor(bits, dtype=torch.uint8, device="cpu")
 

@@ -52,7 +52,7 @@ from fsdp_compose.comm.mail import Mail
 from fsdp_compose.comm.messages import gather_objects
 
 MAX_SLOTS = 256
-"""Of a rank in a group; with more offers unread than that, data travels in messages."""
+"""Slots of a rank in a group; with more offers unread than that, data travels in messages."""
 
 _PAGE = mmap.PAGESIZE
 _WORD = 8

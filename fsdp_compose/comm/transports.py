@@ -61,7 +61,7 @@ def _gather_pairs(
 
 
 def room_for_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """By rank, memory for what it adds to this rank's part; this rank's is that part itself."""
+    """Make memory for what each rank adds to this rank's part; this rank's is the part itself."""
     own = parts[group.rank]
     return [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
 

@@ -153,7 +153,7 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
 
 
 def find_holders(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """By id of each parameter and buffer: its clean name and the first module that has it."""
+    """Find the clean name and the first module of each parameter and buffer, by its id."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for path, submodule in walk_named(module):
         tensors: dict[str, torch.Tensor | None] = {

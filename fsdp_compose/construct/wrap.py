@@ -259,7 +259,7 @@ def by_execution_order(
 
 
 def _find_spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, int]]:
-    """By parameter: positions of its first and last use."""
+    """Find the positions of each parameter's first and last use."""
     parameters = dict(root.named_parameters(remove_duplicate=False))
     spans: dict[int, tuple[int, int]] = {}
     for position, (_, name) in enumerate(order.uses):

@@ -320,7 +320,7 @@ class Schedule(Generic[U, P]):
             self._prefetch(policy, policy.backward, listed, self.backward_order)
 
     def reduce_rest(self, parts: Iterable[P]) -> None:
-        """At the end of backward: reduce what waited for more, and finish every reduction."""
+        """End a backward: reduce what waited for more, and finish every reduction."""
         for part in parts:
             self.work.finish_reductions()
             self.work.reduce((part,))

@@ -48,7 +48,7 @@ def whole_owners(layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 def whole_work(layout: Layout) -> list[int]:
-    """By rank, the work on parameters of granularity ``"tensor"``."""
+    """Count the work of each rank on parameters of granularity ``"tensor"``."""
     loads = [0] * layout.world_size
     for rank, work in whole_owners(layout):
         loads[rank] += work

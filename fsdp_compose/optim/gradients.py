@@ -137,7 +137,7 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
 
 
 def list_mirrors(params: Sequence[Any]) -> list[Mirror]:
-    """Of the plain parameters over the buckets of ``params``."""
+    """List the mirrors of the buckets of ``params`` that have plain parameters over them."""
     shared = [param for param in params if param._shard_spec.residence.is_shared]
     mirrors = [mirror_of(owner_of(find_entry(param))) for param in shared]
     return list(dict.fromkeys(mirror for mirror in mirrors if mirror is not None))

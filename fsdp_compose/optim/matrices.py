@@ -90,7 +90,7 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"{self.entry.spec.fqn!r} (unit {self.entry.spec.unit!r})"
 
     @property
@@ -116,7 +116,7 @@ class Matrix:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter, over all ranks."""
+        """The shape of the whole parameter, over all ranks."""
         return self.entry.spec.whole_shape
 
     def shape_elements(self, flat: Tensor) -> Tensor:

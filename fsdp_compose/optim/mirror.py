@@ -191,7 +191,7 @@ class Mirror:
             self.ids = list(map(id, map(get_grad, self.list_parameters(bucket))))
 
     def list_parameters(self, bucket: Bucket) -> list[Any]:
-        """Those of both sides; None for a plain one that is being deleted."""
+        """List the parameters of both sides; None for a plain one that is being deleted."""
         return [*[ref() for ref in self.plain.values()], *bucket.views.params]
 
     def _send(self, entry: Entry, grad: Grad, converted: bool) -> None:
@@ -320,7 +320,7 @@ def _is_noted(grad: Grad, note: Note) -> bool:
 
 
 def _cut(bucket: Bucket, entry: Entry | None, grad: Grad) -> Iterable[tuple[Entry, Grad]]:
-    """By entry, its part of a plain parameter's gradient."""
+    """Cut a plain parameter's gradient into the parts of the entries."""
     if entry is not None:
         return [(entry, grad)]
     if grad is None:

@@ -25,7 +25,7 @@ from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarde
 from fsdp_compose.optim.matrices import Matrix
 
 GroupSettings = list[dict[str, str]]
-"""By parameter group: its numbers by name, as text."""
+"""The numbers of each parameter group by name, as text."""
 
 _MISSING = 3  # where a head tells which gradients are missing
 

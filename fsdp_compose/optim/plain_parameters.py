@@ -194,7 +194,7 @@ _STEPPED_KEY = "_fsdp_compose_stepped"
 
 
 def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
-    """Those that plain parameters of the optimizer are over; looked up where others are in it."""
+    """Find the buckets under the optimizer's plain parameters; kept while it has the same ones."""
     params = parameters_of(optimizer)
     known = _find_stepped(optimizer)
     is_known = len(params) == len(known.params) and all(map(is_, params, known.params))

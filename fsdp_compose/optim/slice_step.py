@@ -59,7 +59,7 @@ _ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
         torch.optim.SGD,
     )
 }
-"""By their step, the optimizers whose element k depends on elements k of what they are given."""
+"""Optimizers whose element k depends on elements k of what they are given, by their step."""
 
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _plans: WeakKeyDictionary[Optimizer, StepPlan] = WeakKeyDictionary()

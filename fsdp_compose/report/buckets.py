@@ -101,7 +101,7 @@ class PlannedBucket:
 
     @property
     def summed_itemsize(self) -> int:
-        """Of gradients as they travel over replicas: no narrower than between shards."""
+        """Bytes of an element of gradients between replicas: no narrower than between shards."""
         return torch.promote_types(self.reduce, self.grad).itemsize
 
     @property

@@ -69,7 +69,7 @@ class PlannedMoment:
 
 @dataclass
 class _Keeping:
-    """As the switches of a unit, in a step that synchronises gradients."""
+    """The switches of a unit in a step that synchronises gradients."""
 
     keep_after_forward: bool | None
     reshard_after_backward: bool

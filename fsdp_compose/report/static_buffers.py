@@ -85,7 +85,7 @@ def _packed_nbytes(survey: Survey, index: int) -> int:
 
 
 def _records_inside(record: Record, others: Sequence[Record]) -> list[Record]:
-    """Those of ``others``, in order, whose modules lie inside the modules of ``record``."""
+    """List the records of ``others`` whose modules lie inside the modules of ``record``."""
     within = {id(m) for module in record.modules for m in module.modules()}
     return [
         other

@@ -148,7 +148,7 @@ def register_post_reduce_hook(
 
 
 def snapshot(module: nn.Module) -> dict[str, Any] | None:
-    """For a checkpoint: what the hooks remember and the layout that it is for; None for nothing."""
+    """Take what the hooks remember, and its layout, for a checkpoint; None if there is nothing."""
     units = _by_place(module)
     found = {place: unit.switches.comm_state for place, unit in units.items()}
     states = {place: state.state_dict() for place, state in found.items() if has_state(state)}

@@ -249,7 +249,7 @@ class Show(torch.autograd.Function):
 
 
 def _show(anchor: torch.Tensor, key: str, versions: torch.Tensor | None) -> list[torch.Tensor]:
-    """One operation to Dynamo, which would give zeros for the gradients that are None."""
+    """Run as one operation under Dynamo, which would give zeros for gradients that are None."""
     return list(Show.apply(anchor, key, versions))
 
 

@@ -200,7 +200,7 @@ def _find_outermost(order: Order, inner: set[Unit]) -> list[Unit] | None:
 
 
 def _find_last_run(visited: list[Unit], inner: set[Unit], around: Unit | None) -> list[Unit] | None:
-    """Those of ``inner`` that ran last inside ``around``, or in a row; None: it did not run."""
+    """List units of ``inner`` that ran last in ``around``, or in a row; None: it did not run."""
     ends = inner if around is None else {around}
     start = next((i for i in reversed(range(len(visited))) if visited[i] in ends), None)
     if start is None:

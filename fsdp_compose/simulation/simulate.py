@@ -221,11 +221,11 @@ class _Run:
         )  # fmt: skip
 
     def rendezvous(self, *_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
-        """In place of torch's: every rank knows the others already."""
+        """Stands in for torch's: every rank knows the others already."""
         yield self.store, self.network.rank, self.size
 
     def init_process_group(self, *args: Any, **kwargs: Any) -> None:
-        """In place of torch's: a program may make the group that it has already, once."""
+        """Stands in for torch's: a program may make the group that it has already, once."""
         if self.network.rank in self.unclaimed:
             self.unclaimed.remove(self.network.rank)
             if dist.is_initialized():  # the program may have ended it

@@ -44,7 +44,7 @@ _THREADS = (
 
 
 def is_foreign(engine: Engine) -> bool:
-    """In another thread: whether a forward is under way; a backward has threads of its own."""
+    """Whether a forward is under way in another thread; a backward has threads of its own."""
     return bool(engine.schedule.active) and graph_task_id() == -1
 
 
@@ -118,7 +118,7 @@ class _OutOfReach:
 
 
 def _note_fork() -> None:
-    """In a forked child: have every unit, and every gather of a parameter, raise."""
+    """Have every unit, and every gather of a parameter, raise in a forked child."""
     for unit in list_all_units():
         unit.checks.is_forked = any(bucket.mesh.size > 1 for bucket in unit.gathered)
         meshes = [(*bucket.mesh.groups, *(bucket.mesh.axes or ())) for bucket in unit.gathered]

@@ -337,7 +337,7 @@ class Log:
         self.steps.are_compared = have_same_parameters(reports)
 
     def _gather(self, mine: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """By guess: (used there, taken for used anywhere) of every rank."""
+        """Gather for each guess (used there, taken for used anywhere) of every rank."""
         rows = gather_in_turn(mine, self.groups, _RUNNING)
         return [list(found) for found in zip(*rows, strict=True)]
 

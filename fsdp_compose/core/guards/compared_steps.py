@@ -16,19 +16,19 @@ _MASK = (1 << 62) - 1
 class Settings:
     """What an optimizer stepped with, as its groups have it: learning rates and the like."""
 
-    number: int  # follows from them
+    number: int  # a hash of the settings
     by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
-    """Their texts, by (unit, parameter) and name."""
+    """The settings as texts, by (unit, parameter) and name."""
     is_of_step: bool = True  # not of what a backward adds to
 
 
 def number_of(settings: Sequence[Settings]) -> int:
-    """A number that follows from all of them, whichever came first; 0 where there are none."""
+    """A hash of several settings, in whatever order they came; 0 where there are none."""
     return hash(tuple(sorted([one.number for one in settings]))) & _MASK if settings else 0
 
 
 def texts_of(settings: Iterable[Settings]) -> dict[tuple[str, str], dict[str, str]]:
-    """Their texts, by (unit, parameter) and name."""
+    """The texts of several settings, by (unit, parameter) and name."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for one in settings:
         for place, texts in one.by_parameter().items():

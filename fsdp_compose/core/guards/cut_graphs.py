@@ -26,7 +26,7 @@ from fsdp_compose.core.state import Unit
 
 
 def watch_conversions(unit: Unit) -> None:
-    """In a backward that makes a graph: look at what enters the unit as plain tensors.
+    """Look at what enters the unit as plain tensors, in a backward that makes a graph.
 
     Those of a layer that is a unit by itself enter it just before its ``Gather``.
     """

@@ -17,7 +17,7 @@ WRITE = "write"
 EDIT = "edit"
 CHANGE = "change"
 ALONE = "call"
-"""Of a collective that no step issues; its purpose is what the rank was to do."""
+"""The kind of a collective that no step issues; its purpose is what the rank was to do."""
 _WRITING = (
     "A forward may only write the same values into a parameter on every rank, and what it writes "
     "into a sharded one would be lost. Write the parameter outside of forward, after "
