@@ -21,7 +21,7 @@ from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
-from fsdp_compose.core.guards.replaced_parameters import check_slots
+from fsdp_compose.core.guards.replaced_parameters import refuse_replaced
 from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import begin_forward_pass
@@ -72,7 +72,7 @@ def undo(module: M) -> M:
     settle_plain_gradients(units)
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
-        check_slots(unit)
+        refuse_replaced(unit)
         check_exchangeable("undo", (entry.held for entry in unit.entries))
     compare_records(units, "undo")
     # Parameters that were made in inference mode could not be trained after it.

@@ -51,7 +51,7 @@ from fsdp_compose.core.gathering import take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.recurrent_weights import find_recurrent
-from fsdp_compose.core.guards.replaced_parameters import check_slots
+from fsdp_compose.core.guards.replaced_parameters import refuse_replaced
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.guards.weight_versions import check_versions
@@ -300,7 +300,7 @@ def _run_gather(
         for bucket in unit.gathered:
             now = versions_of(bucket)
             check_versions(unit, bucket, tuple(islice(read, len(now))), now)
-    check_slots(unit)
+    refuse_replaced(unit)
     check_additions(unit)
     _check_current(unit, traced)
     for _, events, code in unit.links.gather_events:

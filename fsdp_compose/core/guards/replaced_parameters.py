@@ -65,7 +65,7 @@ def _explain_parallelized(spec: ShardSpec, unit: Unit) -> str:
     )
 
 
-def check_slots(unit: Unit) -> None:
+def refuse_replaced(unit: Unit) -> None:
     """Raise when a parameter of the unit was replaced since it was sharded."""
     for values, name, index in find_replaced(unit):
         raise RuntimeError(explain_replaced(unit, index, values.get(name)))
@@ -74,7 +74,7 @@ def check_slots(unit: Unit) -> None:
 def check_at_rest(unit: Unit) -> None:
     """Raise when, between passes, a parameter was replaced since the unit was sharded."""
     if unit.opened is None and unit.run.showing is None:
-        check_slots(unit)
+        refuse_replaced(unit)
 
 
 def check_place(unit: Unit, values: dict[str, Any], name: str, index: int) -> None:
