@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch import pyfunctorch
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
@@ -362,3 +363,10 @@ def hides_reads(node: Any) -> bool:
                 if getattr(one, "unpack_hook", None) is not None:
                     return True
     return False
+
+
+def records_below_transforms() -> bool:
+    """Whether autograd records below every transform: not where one was called under no_grad."""
+    transforms = pyfunctorch.retrieve_all_functorch_interpreters()
+    grads = [t for t in transforms if isinstance(t, pyfunctorch.GradInterpreter)]
+    return torch.is_grad_enabled() and all(grad.prev_grad_mode() for grad in grads)

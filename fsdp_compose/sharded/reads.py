@@ -34,6 +34,7 @@ from fsdp_compose.base.torch_stack import (
     below_dispatch,
     count_modes,
     is_dispatched,
+    records_below_transforms,
     refuse_fakes,
 )
 from fsdp_compose.sharded.advice import KEPT_SLICE, READ
@@ -91,7 +92,7 @@ def call_beneath(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
             values += value
         elif isinstance(value, Tensor) and beneath_transforms(value) is not value:
             return handler(func, args, kwargs)
-    with outside_transforms():
+    with torch.set_grad_enabled(records_below_transforms()), outside_transforms():
         return handler(func, args, kwargs)
 
 

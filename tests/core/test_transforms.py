@@ -85,14 +85,18 @@ def test_training_through_transforms(kind: str) -> None:
     run_ranks(ranks)
 
 
-def test_what_a_transform_wraps_is_not_cut() -> None:
-    """Of a batch, and of what it differentiates, each rank would take its part by itself."""
+def test_sharded_weights_lie_below_transforms() -> None:
+    """What a transform wraps is not cut: each rank would take its part of a batch by itself."""
     weight = fully_shard(nn.Linear(4, 4)).weight
     other = torch.randn(3, 4, 4)
     for transform in (vmap, lambda fn: grad(lambda x: fn(x.detach()) * x.sum())):
         with pytest.raises(ShardedWeightError, match=r"a transform of torch\.func.*gathered"):
             transform(lambda x: (weight * x).sum())(other)
         assert transform(lambda x: x.sum().type_as(weight))(other).dtype == weight.dtype
+    penalise = grad(lambda x: (x.sum(), weight.square().sum()), has_aux=True)
+    for records in (True, False):
+        with torch.set_grad_enabled(records):
+            assert penalise(other)[1].requires_grad is records
 
 
 def test_a_transform_gathers_each_unit_once() -> None:
