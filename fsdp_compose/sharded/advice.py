@@ -181,6 +181,11 @@ FORWARD = (
     "nothing: call the module, `module(...)` in place of `module.forward(...)`. "
     f"{_COPIES}"
 )
+OUTSIDE = (
+    "{kind} was called by itself, and only the forward of that unit gathers it: call the module "
+    "that was sharded, make {kind} a unit of its own (units=), or call it inside `with "
+    f"fsdp_compose.gathered(module):`. {_COPIES}"
+)
 GENERATOR = (
     "A generator or coroutine runs after the call that made it, so methods= cannot gather for it: "
     "inside it, gather with `with fsdp_compose.gathered(module):`, and again after an optimizer's "
@@ -276,7 +281,7 @@ _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 
 def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> str:
     """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
-    in_forward, inner = False, None
+    in_forward, inner, part = False, None, None
     for frame in _callers():
         module = str(frame.f_globals.get("__name__", ""))
         found = (
@@ -306,6 +311,8 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
             inner = owner
         if isinstance(owner, nn.Module) and _is_bare_forward(frame, owner) and _heads(owner, unit):
             return FORWARD.format(kind=type(owner).__name__)
+        if isinstance(owner, nn.Module) and name == "forward" and _has(owner, spec):
+            part = owner
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             return GENERATOR if frame.f_code.co_flags & _LAZY else _in_method(owner, name, unit)
     if func in MEMORY:
@@ -314,6 +321,8 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
         return COLLECTIVE
     if is_copy:
         return COPIED
+    if part is not None and not any(_heads(module, unit) for module in part.modules()):
+        return OUTSIDE.format(kind=type(part).__name__)
     return f"{EDGE} {ANY}" if func in _EDGES else ANY
 
 

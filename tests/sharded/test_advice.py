@@ -76,6 +76,11 @@ class Model(nn.Module):
         return self.head(self.scorer(x))
 
 
+class Reader(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.head.weight)
+
+
 def refusal(call: Callable[[], Any], kind: type[Exception] = ShardedWeightError) -> str:
     with pytest.raises(kind) as caught:
         call()
@@ -143,7 +148,9 @@ def test_in_a_method_that_method_is_named() -> None:
         says(refusal(lambda: model.encode(x)), "Model.encode", "methods=('forward', 'encode')")
         text = refusal(lambda: model.scorer.score(x))
         says(text, "Scorer.score", "unit of its own", "methods=('forward', 'score')")
-        says(refusal(lambda: model.head(x)), "fsdp_compose.gathered(module)", "methods=")
+        text = refusal(lambda: nn.Sequential(nn.Identity(), model.scorer)(x))
+        says(text, "Sequential was called by itself", "fsdp_compose.gathered(module)")
+        assert "methods=" not in text
         text = refusal(lambda: model.forward(x))  # it runs no hooks
         says(text, "Model.forward was called by itself", "`module(...)`")
         assert "methods=" not in text
@@ -167,6 +174,9 @@ def test_a_method_of_a_unit_around() -> None:
         assert "methods=" not in text
         with fc.gathered(model.head):
             assert model.weigh(x).shape == x.shape
+        around = Reader()
+        around.head = model.head
+        assert "called by itself" not in refusal(lambda: around(x))
 
     run_ranks(ranks, 2)
 
