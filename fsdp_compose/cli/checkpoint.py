@@ -161,8 +161,6 @@ def _convert(args: argparse.Namespace) -> None:
 def _is_free(target: Path) -> bool:
     """Whether a folder holds nothing, or only what a conversion that was killed has left."""
     names = {entry.name for entry in target.iterdir()}
-    if names & {METADATA, SAFETENSORS.index, SAFETENSORS.single}:
-        return False
     left = {entry.name for entry in leftovers(target, SAFETENSORS, set())}
     if not any(name.startswith(ASIDE) for name in names):
         left = set()  # parts that lie there for another reason

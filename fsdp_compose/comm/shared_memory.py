@@ -223,7 +223,6 @@ class Segments:
         self.end += size
         if free:
             small = max(free, key=lambda s: len(s.map))
-            slot.ticket = small.ticket
             self.slots[self.slots.index(small)] = slot
             small.map.madvise(mmap.MADV_REMOVE)  # others may still map it, so free the pages now
         else:

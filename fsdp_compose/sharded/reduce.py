@@ -335,7 +335,7 @@ def _norms_over(norms: Tensor, order: float, group: Group, what: str) -> Tensor:
     """Combine norms over one group."""
     if order in (0.0, 1.0):
         return _over(norms, "sum", group, what)
-    if order == 2.0 and not _is_recorded(norms):
+    if order == 2.0:
         return _over(norms.double().square(), "sum", group, what).sqrt()
     ranks = GatherRanks.apply(norms.reshape(-1), group, what)
     return torch.linalg.vector_norm(ranks, order, dim=0).reshape(norms.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -550,7 +549,13 @@ def test_show_and_convert_without_a_process_group(
     assert main(["checkpoint", "show", "--verify", str(tmp_path / "c")]) == 1
     assert "__1_0.distcp" in capsys.readouterr().err
     assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 2
-    shutil.rmtree(tmp_path / "f")
+    file = next((tmp_path / "f").glob("*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for source in "cf":
+        assert main(["checkpoint", "convert", str(tmp_path / source), str(tmp_path / "i")]) == 1
+        assert "damaged: its checksum is not what was saved" in capsys.readouterr().err
+    assert not (tmp_path / "i").exists()
 
 
 def test_show_says_of_what_it_has_no_checksum(

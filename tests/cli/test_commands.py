@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.__main__ import main
-from fsdp_compose.cli import doctor, progress
+from fsdp_compose.cli import doctor, launch, progress
 from fsdp_compose.cli.checkpoint import _fold
 
 from scripts import run_alone
@@ -265,6 +266,13 @@ def test_show_folds_names_that_are_alike(
     (tmp_path / "file").touch()
     assert main(["convert", str(tmp_path / "s"), str(tmp_path / "file")]) == 2
     assert "file is a file; name a folder" in capsys.readouterr().err
+    own = tmp_path / "own" / "model-00001-of-00002.safetensors"  # no conversion was killed here
+    own.parent.mkdir()
+    own.touch()
+    assert main(["convert", str(tmp_path / "s"), str(own.parent)]) == 2 and own.exists()
+    for source, target in (("f", "deep"), ("deep", "out")):
+        words = ["convert", "--prefix", "a.b", str(tmp_path / source), str(tmp_path / target)]
+        assert main(words) == 0
     rows = [("a.0", "x"), ("a.1", "x"), ("a.3", "x"), ("b.0", "x"), ("b.1", "y"), ("b.2", "x")]
     assert [row[0] for row in _fold(rows)] == ["a.0", "a.1", "a.3", "b.0", "b.2", "b.1"]
 
@@ -296,6 +304,19 @@ def run_command(words: list[str], is_forked: bool, folder: Path) -> tuple[object
         timeout=60,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
+
+
+def test_a_launcher_gives_signals_back() -> None:
+    """What the caller does at Ctrl-C, and that it hears of no closed terminal under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            handler = signal.getsignal(signum)
+            with launch._signals_to(lambda signum: None):
+                assert (signal.getsignal(signum) is handler) == (signum == signal.SIGHUP)
+            assert signal.getsignal(signum) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("how", ["--nproc", "--simulate"])

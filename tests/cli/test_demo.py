@@ -34,7 +34,7 @@ TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=8)
 def cli(*args: str | Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdp_compose", *map(str, args)]
     return subprocess.run(
-        command, check=False, cwd=ROOT, text=True, capture_output=True, timeout=timeout
+        command, check=False, cwd=ROOT, text=True, input="", capture_output=True, timeout=timeout
     )
 
 
@@ -217,23 +217,25 @@ def test_run_gives_ranks_environment_and_arguments(script):
     path = script(
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')",
         "found = [*map(os.environ.get, names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:]]",
+        "found += [os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev]  # only rank 0 is typed to",
         "sys.stdout.write(' '.join(map(str, found)) + '\\n')",  # at once: print writes in pieces
         "print(int(os.environ['OMP_NUM_THREADS']) >= 1, file=sys.stderr)",
     )
     done = cli("run", "--nproc", "2", path, "--steps", "3", "--", "x")
     assert done.returncode == 0, done.stderr
-    tail = "127.0.0.1 True ['--steps', '3', '--', 'x']"
-    assert sorted(done.stdout.splitlines()) == [f"0 0 2 2 {tail}", f"[rank 1] 1 1 2 2 {tail}"]
+    tail = "2 2 127.0.0.1 True ['--steps', '3', '--', 'x']"
+    lines = [f"0 0 {tail} False", f"[rank 1] 1 1 {tail} True"]
+    assert sorted(done.stdout.splitlines()) == lines
     assert sorted(done.stderr.splitlines()) == ["True", "[rank 1] True"]
 
 
 def test_what_the_terminal_cannot_show_is_escaped(script, monkeypatch):
     """What a rank writes is forwarded to its end all the same."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    path = script("if rank == 1: os.write(1, b'caf\\xc3\\xa9\\n' * 9000)")
+    path = script("if rank == 1: os.write(1, b'caf\\xc3\\xa9 \\xff\\n' * 9000)")
     done = cli("run", "--nproc", "2", path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[rank 1] caf\\xe9\n" * 9000
+    assert done.stdout == "[rank 1] caf\\xe9 \\ufffd\n" * 9000
 
 
 def test_ranks_started_by_a_rank_of_torchrun_meet(script, monkeypatch):

@@ -81,3 +81,16 @@ def test_every_meeting_says_in_which_call() -> None:
         assert messages.gather_objects(rank, group, "a test") == [0, 1]
 
     simulate_ranks(ranks)
+
+
+def test_an_error_of_all_ranks_stays_one() -> None:
+    """Also where another one was raised from it, and where scopes lie in each other."""
+    known = messages.first_error([(1, ("ValueError", "no such file"))])
+    assert str(known) == "no such file (found on rank 1)"
+    again = messages.first_error([(0, messages.describe_error(known))])
+    assert type(again) is ValueError and str(again) == str(known)
+    outer = RuntimeError("cannot load")
+    outer.__cause__ = known
+    assert not messages.is_on_all_ranks(outer)
+    known.__dict__[messages.ON_ALL_RANKS] = True
+    assert messages.is_on_all_ranks(outer)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +249,17 @@ def test_kept_copies_are_given_back() -> None:
     run_ranks(ranks, 2, ShardingStrategy.SHARD_GRAD_OP, 0)
 
 
+def test_half_of_the_slots_are_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept copies in all of them would leave none for a reduction."""
+    made = SimpleNamespace(slots=[], copy=lambda data: "a copy")
+    monkeypatch.setattr(transports, "segments_of", lambda group: made)
+    group: Any = None
+    for count in (0, shared_memory.MAX_SLOTS // 2, shared_memory.MAX_SLOTS // 2 + 1):
+        made.slots = [None] * count
+        found = transports._copy_on_host(torch.zeros(1), group)
+        assert found == ("a copy" if count <= shared_memory.MAX_SLOTS // 2 else None)
+
+
 class AlwaysEqual:
     """Versions that are those of every gather."""
 
@@ -325,6 +337,9 @@ def test_memory_is_bounded() -> None:
             assert segments.lent_bytes() == 0
         assert waiting is not None
         waiting.wait()
+        assert segments.lend(1 << 16) is not None  # in the place of a small one, which is freed
+        allocated = os.fstat(segments.fd).st_blocks * 512
+        assert allocated == segments.held_bytes() + segments.header.nbytes
         return held
 
     for held in run_ranks(ranks, 2):
@@ -446,7 +461,8 @@ def test_a_rank_without_memory_sends(when: str) -> None:
         if when == "from the start":
             assert found == ([] if rank == 1 else [[2 - rank]])
         else:
-            assert len(found[0]) == 2 and ("shared memory" in "".join(heard.lines)) == (rank == 1)
+            said = [line for line in heard.lines if "shared memory" in line]
+            assert len(found[0]) == 2 and len(said) == int(rank == 1)
 
     run_ranks(ranks, 3)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,19 @@ def test_who_is_absent_is_of_the_present_wait() -> None:
         waiting.end_wait()
         watch.look(time.monotonic())
         assert not watch.waits
+
+
+def test_few_of_many_ranks_that_wait_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them; a thousand would all log the same."""
+    wait = waiting.Wait("take a norm", range(12), 0.0)
+    there = SimpleNamespace(check=lambda keys: True, get=lambda key: b"take a norm")
+    monkeypatch.setattr(waiting, "default_store", lambda: there)
+    spoken, heard = [], Heard()
+    for rank in range(12):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        waiting.tell(wait, 20.0)
+        spoken.append(len(heard.lines))
+    assert spoken == [*range(1, 9), 8, 8, 8, 8]
 
 
 class Mark:

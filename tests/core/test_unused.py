@@ -27,7 +27,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.guards import used_parameters as used_module
 from fsdp_compose.scopes.comm_hooks import default_hook
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from laws import PLANS, Choosy, check_steps, choose
 from models import (
     WIDTH,
@@ -253,3 +253,18 @@ def test_gradients_carry_what_was_used(option: str) -> None:
         return counts
 
     assert run_ranks(count, 2) == [[0, 0, 1, 1]] * 2
+
+
+def test_a_rank_that_used_all_counts_for_the_others() -> None:
+    """It sends no list of what it used; the others know from that."""
+
+    class Two(nn.ModuleList):
+        def forward(self, x: Tensor, count: int) -> Tensor:
+            return sum((part(x) for part in self[:count]), torch.zeros(()))
+
+    def ranks(rank: int) -> list[float]:
+        model = fully_shard(Two([nn.Linear(4, 4), nn.Linear(4, 4)]))
+        model(torch.ones(1, 4), 1 + rank).sum().backward()
+        return [whole(param.grad).sum().item() for param in model.parameters()]
+
+    assert simulate_ranks(ranks) == [[16.0, 4.0, 8.0, 2.0]] * 2

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose.comm.grad_bucket import GradBucket
+from fsdp_compose.base.group import SELF
+from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
 from fsdp_compose.scopes.comm_hooks import restore, snapshot
 
 from harness import fake_world, rank_errors, run_ranks, simulate_ranks
@@ -263,3 +264,11 @@ def test_a_model_that_is_gone_has_no_part_in_a_state() -> None:
             gc.enable()
 
     simulate_ranks(ranks, 2)
+
+
+def test_a_hook_may_return_any_layout() -> None:
+    """What it returns is read in the order of its elements, wherever they lie."""
+    flat = torch.arange(6.0)
+    given = GradBucket("unit", "unit", flat, [flat], SELF, SELF, 1.0, flat.dtype)
+    turned = flat.view(2, 3).t().contiguous().t()
+    assert run_hook(lambda state, grads: turned, None, given, False).tolist() == flat.tolist()

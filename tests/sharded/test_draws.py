@@ -98,7 +98,9 @@ def test_generators_go_on_as_in_one_process_or_apart() -> None:
         model = fc.fully_shard(Values())
         torch.manual_seed(dist.get_rank() if apart else 0)
         fill(model, lambda t: t.normal_())
-        torch.randn_like(next(model.parameters()))
+        like = torch.randn_like(next(model.parameters()))
+        local = like.to_local()
+        assert local.untyped_storage().nbytes() == local.nbytes  # not of the whole
         return torch.rand(3), torch.initial_seed()
 
     plain = Values()

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compose as fc
+from fsdp_compose.base.group import SELF
+from fsdp_compose.base.mesh import group_over
+from fsdp_compose.comm.small_reduce import reduce_alike, reduce_extreme
+from fsdp_compose.comm.uneven import all_gather_uneven
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, by_block, data, seeded, square, whole
 
 Ask = Callable[[nn.Module], Any]
@@ -143,3 +148,22 @@ def test_results_are_those_of_the_whole(kind: torch.dtype) -> None:
                 torch.testing.assert_close(found, wanted, equal_nan=True)
 
     run_ranks(ranks, 2)
+
+
+def test_numbers_come_out_as_they_are() -> None:
+    """Integers beyond what a double holds, infinities; of one rank alone another tensor."""
+
+    def ranks(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        group = group_over(dist.group.WORLD, torch.device("cpu"))
+        total = reduce_alike(torch.tensor([2**60 + rank]), group, "sum", "add")
+        assert total.tolist() == [2**61 + 1]
+        numbers = torch.tensor([torch.inf, -torch.inf, rank])
+        for op, wanted in (("max", 1.0), ("min", 0.0)):
+            found = reduce_extreme(numbers, group, op, "compare")
+            assert found.tolist() == [torch.inf, -torch.inf, wanted]
+
+    simulate_ranks(ranks)
+    own = torch.ones(2)
+    all_gather_uneven(own, [2], SELF).zero_()
+    assert own.tolist() == [1.0, 1.0]

@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
+from fsdp_compose.sharded.writes import crc_of
 
 from harness import run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, data, mesh_of_replicas, seeded, square, whole
@@ -396,3 +397,11 @@ def test_one_process_notes_nothing() -> None:
     with torch.no_grad():
         model.head.weight.zero_()
     assert model.head.weight._shard_spec.residence.writes is None
+
+
+def test_checksums_are_of_what_is_read() -> None:
+    """Also where memory holds the conjugate, the negative, or other elements between them."""
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    assert crc_of(number.conj()) == crc_of(number.conj().resolve_conj()) != crc_of(number)
+    negative = number.conj().imag
+    assert negative.is_neg() and crc_of(negative) == crc_of(torch.tensor([-2.0, 4.0]))
