@@ -172,3 +172,40 @@ def test_deterministic_norms_over_several_meshes(norm: float) -> None:
             torch.testing.assert_close(whole(p.grad), q.grad)
 
     simulate_ranks(ranks, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": 1}], ids=["usual", "deterministic"])
+def test_gradients_of_two_dtypes_and_no_number(options: dict[str, Any]) -> None:
+    """Torch asks for the norm of each dtype's gradients: as many of one as of the other."""
+
+    class Both(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](self[0](x).double())
+
+    plain, sharded = (seeded(lambda: Both(nn.Linear(4, 4), nn.Linear(4, 4))) for _ in range(2))
+    for model in (plain, sharded):
+        model[0].float()
+    fc.fully_shard(sharded, **options)
+    for model in (plain, sharded):
+        model(torch.ones(2, 4)).square().sum().backward()
+    params = list(sharded.parameters())
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (plain, sharded)]
+    torch.testing.assert_close(*norms, check_dtype=False)
+    for one, other in zip(plain.parameters(), params, strict=True):
+        torch.testing.assert_close(whole(other.grad), one.grad)
+    for number in (math.inf, math.nan):
+        params[0].grad.fill_(number)
+        found = float(fc.grad_norm(params))
+        assert found == number or (math.isnan(found) and math.isnan(number))
+
+
+def test_a_parameter_that_is_listed_twice() -> None:
+    """Counts twice, as torch counts it."""
+    plain, sharded = (
+        seeded(lambda: nn.Linear(4, 4)),
+        fc.fully_shard(seeded(lambda: nn.Linear(4, 4))),
+    )
+    for model in (plain, sharded):
+        model(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
+    wanted = nn.utils.get_total_norm([p.grad for p in [*plain.parameters(), plain.weight]])
+    torch.testing.assert_close(fc.grad_norm([*sharded.parameters(), sharded.weight]), wanted)

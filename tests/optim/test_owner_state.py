@@ -319,3 +319,22 @@ def test_a_load_that_fails_leaves_owners_as_they_were() -> None:
         gradients(each, 2)
         optim.step()
     assert torch.equal(whole(model[0].weight), whole(twin[0].weight))
+
+
+def test_state_that_was_cleared_is_begun_anew() -> None:
+    """As an optimizer's own is, whose momentum is reset so."""
+    found = []
+    for owns in (True, False):
+        model = seeded(lambda: nn.Linear(4, 4))
+        make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
+        if owns:
+            fc.fully_shard(model)
+        optim = fc.owner_step(model.parameters(), make) if owns else make(model.parameters())
+        for step in range(3):
+            gradients(model, step)
+            optim.step()
+            if step == 1:
+                optim.state.clear()
+        found.append([whole(p) for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
