@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import cache
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._functorch import pyfunctorch
@@ -227,6 +227,16 @@ def is_called_by_state_walk() -> bool:
     """Whether the caller's caller is part of what torch gathers a state dict with."""
     caller = sys._getframe(1).f_back
     return caller is not None and caller.f_globals.get("__name__") == _STATE_WALK
+
+
+def calling_collective() -> Callable[..., Any] | None:
+    """The function of torch.distributed that called the caller; None where something else did."""
+    frame, collectives = sys._getframe(1).f_back, vars(torch.distributed.distributed_c10d)
+    if frame is None or frame.f_globals is not collectives:
+        return None
+    while frame.f_back is not None and frame.f_code.co_name not in collectives:
+        frame = frame.f_back  # out of a comprehension
+    return cast(Callable[..., Any], collectives[frame.f_code.co_name])
 
 
 def is_called_by_broadcast() -> bool:

@@ -203,9 +203,6 @@ class _Sharded(TorchState):
         outline = torch.empty_strided(spec.seen, spec.seen_stride, device="meta")
         return outline.is_contiguous(memory_format=memory_format)
 
-    def is_complex(self) -> bool:
-        return self.dtype.is_complex
-
     def __len__(self) -> int:
         if not self._shard_spec.seen:
             raise TypeError("len() of a 0-d tensor")

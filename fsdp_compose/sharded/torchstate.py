@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compose.base.torch_private import call_raw, set_class
+from fsdp_compose.base.torch_private import call_raw, is_torch_function_enabled, set_class
 from fsdp_compose.base.torch_stack import (
     below_dispatch,
+    calling_collective,
     is_asked_by_state_walk,
     is_called_by_state_walk,
     value_under_load,
@@ -105,6 +106,13 @@ class TorchState(_Base):
     @__class__.setter
     def __class__(self, kind: type) -> None:
         set_class(self, kind)
+
+    def is_complex(self) -> bool:
+        """As on Tensor. Collectives call it, also where torch lets them ask nothing else (2.11)."""
+        collective = calling_collective()
+        if collective is not None and is_torch_function_enabled():
+            refuse(collective, self._shard_spec)
+        return bool(self.dtype.is_complex)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """What torch.distributed.checkpoint asks of a DTensor when it saves."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -103,13 +104,20 @@ def test_what_tensor_parallelism_split_refuses(
 
 
 def test_a_group_of_processes_takes_no_slice() -> None:
-    """``torch.distributed`` gives its C++ groups tensors, which ask nobody."""
+    """``torch.distributed`` gives its C++ groups tensors, which ask nobody.
+
+    Torch 2.11 asks no ``__torch_function__`` in ``broadcast``, and 2.13 none of lists.
+    """
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
-        group = torch.distributed.group.WORLD
+        group, weight = dist.group.WORLD, model.head.weight
         with pytest.raises(ShardedWeightError, match="collectives of torch"):
-            group.allreduce([model.head.weight])
+            group.allreduce([weight])
+        with pytest.raises(ShardedWeightError, match="broadcast needs"):
+            dist.broadcast(weight.data, 0)
+        with pytest.raises(ShardedWeightError, match="all_gather needs"):
+            dist.all_gather([weight.data] * 2, weight.to_local())
 
     run_ranks(ranks, 2)
 
