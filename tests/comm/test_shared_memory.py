@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
     MixedPrecision,
@@ -40,7 +39,7 @@ from fsdp_compose.comm.transports import PAIRS, _Read
 
 from harness import RankFailure, rank_errors, run_ranks
 from laws import Heard, stack
-from models import Tower, by_block, data, seeded, sgd, square
+from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square
 
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
 WAYS: dict[str, tuple[dict[str, Any], tuple[int, int] | None]] = {
@@ -58,7 +57,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[int, int] | None]] = {
 def train(options: dict[str, Any], shape: tuple[int, int] | None, steps: int = 2) -> list[Tensor]:
     """Weights after a few steps, each of a microbatch without reduction and one with it."""
     if shape is not None:
-        options = options | {"mesh": init_device_mesh("cpu", shape)}
+        options = options | {"mesh": mesh_of_replicas(*shape)}
     hook = (options := dict(options)).pop("hook", None)
     model = by_block(seeded(Tower), **options)
     if hook is not None:
