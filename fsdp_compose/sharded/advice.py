@@ -186,6 +186,12 @@ OUTSIDE = (
     "that was sharded, make {kind} a unit of its own (units=), or call it inside `with "
     f"fsdp_compose.gathered(module):`. {_COPIES}"
 )
+LISTED = (
+    "Its unit runs its forward now, in which modules read it gathered as an attribute "
+    "(`self.name`); what a list, a dictionary, a closure or an argument holds is the sharded "
+    "parameter. Read the attribute (`getattr(self, name)`), or run the forward in `with "
+    f"fsdp_compose.gathered(module):`. {_COPIES}"
+)
 GENERATOR = (
     "A generator or coroutine runs after the call that made it, so methods= cannot gather for it: "
     "inside it, gather with `with fsdp_compose.gathered(module):`, and again after an optimizer's "
@@ -306,7 +312,7 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
             continue
         if isinstance(owner, nn.Module) and name == "_call_impl":
             if inner is not owner and _heads(owner, unit):
-                return HOOKED
+                return LISTED if _is_shown(unit) else HOOKED
         elif isinstance(owner, nn.Module):
             inner = owner
         if isinstance(owner, nn.Module) and _is_bare_forward(frame, owner) and _heads(owner, unit):
@@ -314,6 +320,8 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
         if isinstance(owner, nn.Module) and name == "forward" and _has(owner, spec):
             part = owner
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
+            if _is_shown(unit):
+                return LISTED
             return GENERATOR if frame.f_code.co_flags & _LAZY else _in_method(owner, name, unit)
     if func in MEMORY:
         return RAW
@@ -322,14 +330,27 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
     if is_copy:
         return COPIED
     if part is not None and not any(_heads(module, unit) for module in part.modules()):
-        return OUTSIDE.format(kind=type(part).__name__)
-    return f"{EDGE} {ANY}" if func in _EDGES else ANY
+        return LISTED if _is_shown(unit) else OUTSIDE.format(kind=type(part).__name__)
+    if func in _EDGES:
+        return f"{EDGE} {ANY}"
+    return LISTED if _is_shown(unit) else ANY
 
 
 def _heads(module: nn.Module, unit: str) -> bool:
     """Whether ``module`` is one of the unit's own."""
     state = module.__dict__.get(STATE_KEY)
     return state is not None and bool(state.unit.name == unit)
+
+
+def _is_shown(unit: str) -> bool:
+    """Whether a forward that the unit was gathered for is on this thread's stack."""
+    modules = (frame.f_locals.get("self") for frame in _callers())
+    return any(
+        isinstance(module, nn.Module)
+        and _heads(module, unit)
+        and module.__dict__[STATE_KEY].unit.run.showing is not None
+        for module in modules
+    )
 
 
 def advise_on_target() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -220,6 +221,36 @@ def test_a_hook_on_a_unit_is_told_prepend() -> None:
             square(model, x).backward()
 
     run_ranks(ranks, 2)
+
+
+def test_a_weight_in_a_list_is_not_sent_to_methods() -> None:
+    """As packages keep them: the unit is gathered, and the list still holds what is sharded."""
+
+    class Listed(nn.Module):
+        def __init__(self, inside: bool) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.kept, self.inside = [self.weight], inside
+
+        def scale(self, x: Tensor) -> Tensor:
+            return x * self.kept[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.kept[0] if self.inside else self.scale(x)
+
+    def ranks(rank: int) -> None:
+        x = data(0, rank)
+        for inside in (True, False):
+            model = fc.fully_shard(nn.Sequential(Listed(inside)))
+            text = refusal(lambda model=model: model(x))
+            says(text, "a list, a dictionary", "fsdp_compose.gathered(module)")
+            assert "methods=" not in text
+            with fc.gathered(model):
+                loss = model(x).sum()
+            loss.backward()
+            assert model[0].weight.grad is not None
+
+    fc.simulate(lambda: ranks(dist.get_rank()), 2)
 
 
 def test_initialisers_and_copies_say_what_they_need() -> None:
