@@ -42,6 +42,7 @@ from fsdp_compose.construct.compare_ranks import compare_plans, find_groups
 from fsdp_compose.construct.initialise import InitFn, is_on_meta
 from fsdp_compose.construct.plans import Ignored, Options, UnitPlan
 from fsdp_compose.construct.wrap import Policy
+from fsdp_compose.core.guards.failed_steps import clear_deleted_models
 from fsdp_compose.core.guards.methods import check_methods
 from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor
@@ -194,6 +195,7 @@ def fully_shard(
         problem = error
     meet_or_differ("fully_shard", find_groups(mesh))
     meta = MetaValues(compare_plans(plans, mesh, problem, _list_modules(modules)))
+    clear_deleted_models()
     for plan in plans:
         for bucket in plan.buckets:
             share_memory(bucket.mesh)

@@ -66,20 +66,18 @@ def running_task(unit: Unit) -> Task:
     engine.reached.update(unit.links.logs)
     if task is not None:
         return task
-    outermost = not engine.tasks
-    task = Task(task_id, graph_is_kept())
+    outermost, task = not engine.tasks, Task(task_id, graph_is_kept())
     engine_ref = weakref.ref(engine)
 
     @untraced
     def callback() -> None:
-        owner = engine_ref()
-        if owner is not None:
+        if (owner := engine_ref()) is not None:
             end_task(owner, task_id)
 
     def failed(ref: object) -> None:
         owner = engine_ref()
         if owner is not None and task_id in owner.tasks:
-            show_leaves(owner.tasks[task_id])
+            let_go(owner, owner.tasks[task_id])
 
     task.callback = weakref.ref(callback, failed)
     engine.tasks[task_id] = task  # alive, as a second model's thread may look now
@@ -89,11 +87,14 @@ def running_task(unit: Unit) -> Task:
     return task
 
 
-def show_leaves(task: Task) -> None:
-    """Put the leaves back after a run that failed; ``recover``, which communicates, comes later."""
+def let_go(engine: Engine, task: Task) -> None:
+    """Put the leaves back after a run that failed, and keep none of its units, as ``tasks`` did."""
+    engine.tasks[task.id] = Task(task.id, False)  # for ``recover``, which communicates
     for unit in task.units:
         if not unit.run.calls:
             install_leaves(unit)
+        unit.run.task = None if unit.run.task is task else unit.run.task
+    engine.schedule.prefetched.clear()  # each is released by ``recover``, or when it is used
 
 
 def end_task(engine: Engine, task_id: int) -> None:
@@ -113,8 +114,7 @@ def end_task(engine: Engine, task_id: int) -> None:
             # The outermost run settles those of units that did not run, too.
             settle_plain_gradients(task.units if engine.tasks else engine.units)
     except BaseException:
-        engine.tasks[task_id], task.callback = task, None  # it is over; the error may hold it
-        show_leaves(task)
+        let_go(engine, task)
         raise
     for unit in list(task.open):
         if unit.run.task is task or unit.run.task is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +71,42 @@ def test_clearing_a_failed_step_leaves_nothing() -> None:
         assert waits == ["copy"]
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("where", ["backward", "hook", "forward"])
+def test_a_model_deleted_after_an_error_is_freed(where: str) -> None:
+    """All but a unit whose gradients are being reduced at once, and that before the next model."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with fake_world(2):
+        model = by_block(seeded(Tower))
+        square(model, data(0, 0)).backward()
+        if where == "backward":
+            model.blocks[1].register_forward_hook(lambda module, given, out: Broken.apply(out))
+        elif where == "hook":
+            model.first.weight.register_post_accumulate_grad_hook(stop)
+        else:
+            model.blocks[1].register_forward_hook(stop)
+        found = [weakref.ref(unit) for unit in units(model)]
+        with suppress(KeyboardInterrupt):
+            square(model, data(0, 0)).backward()
+        del model
+        left = [unit.name for unit in (ref() for ref in found) if unit is not None]
+        assert left == {"backward": ["blocks.2"], "hook": []}.get(where, left)
+        fully_shard(seeded(Tower))
+        assert not any(ref() for ref in found)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise KeyboardInterrupt
 
 
 def test_backward_drops_what_was_gathered_for_forward() -> None:

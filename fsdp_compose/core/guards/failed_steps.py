@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import outside_transforms
 from fsdp_compose.core.guards.interrupts import clear_interrupted
-from fsdp_compose.core.passes import clear_failed_step
+from fsdp_compose.core.passes import clear_failed_step, recover
 from fsdp_compose.core.state import Unit
 
 
@@ -20,3 +22,16 @@ def clear_failed_steps(units: Iterable[Unit]) -> None:
     for engine in dict.fromkeys(unit.engine for unit in units):
         clear_failed_step(engine)
         clear_interrupted(engine)
+
+
+def clear_deleted_models() -> None:
+    """Let go of what steps that failed, or were interrupted, hold of models that were deleted.
+
+    Another model is about to be sharded, which may need that memory before its first forward.
+    """
+    for engine in list(here.engines.values()):
+        clear_failed_step(engine)
+        active = engine.schedule.active
+        if active and not any(ref() for ref in active[0].modules):
+            with outside_transforms():
+                recover(engine)
