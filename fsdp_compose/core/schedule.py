@@ -289,7 +289,8 @@ class Schedule(Generic[U, P]):
         last = ends_backward and self.work.reads_gathered(unit, parts)
         if ends_backward and not last:
             self.leave_backward(unit)
-        self.work.finish_reductions()
+        else:
+            self.work.finish_reductions()
         for part in parts:
             self.work.pack(part)
         if last:
@@ -304,9 +305,9 @@ class Schedule(Generic[U, P]):
             self.work.reduce(complete)
 
     def leave_backward(self, unit: U, ended: bool = False) -> None:
-        """Release the unit after its backward, or when the whole backward has ``ended``."""
+        """Release the unit after its backward, or when all has ``ended``; finish reductions."""
         self.work.forget_spread(unit)
-        switches = unit.switches
+        switches, policy, listed = unit.switches, unit.prefetch, unit.expected.backward_list
         stays = switches.keep_over_microbatches and not switches.sync
         if switches.reshard_after_backward and not stays:
             if KEPT in unit.holds:
@@ -314,10 +315,9 @@ class Schedule(Generic[U, P]):
         elif BACKWARD in unit.holds:
             self.keep(unit, KEPT)
         self.drop(unit, BACKWARD)
-        policy = unit.prefetch
         if policy.backward_moment == "post" and not ended:
-            listed = unit.expected.backward_list
             self._prefetch(policy, policy.backward, listed, self.backward_order)
+        self.work.finish_reductions()
 
     def reduce_rest(self, parts: Iterable[P]) -> None:
         """End a backward: reduce what waited for more, and finish every reduction."""

@@ -337,6 +337,21 @@ def test_units_that_get_no_gradient_are_released() -> None:
     simulate_ranks(ranks)
 
 
+def test_a_reduction_ends_behind_a_frozen_unit() -> None:
+    """As behind a trained one: its buffer is not held while further frozen units are passed."""
+    with fake_world(2):
+        model = seeded(Tower)
+        model.blocks[:2].requires_grad_(False)
+        by_block(model)
+        engine, under_way = units(model)[0].engine, list[int]()
+        for block in model.blocks:
+            block.register_full_backward_pre_hook(
+                lambda *_: under_way.append(len(engine.reductions))
+            )
+        square(model, data(0, 0)).backward()
+        assert under_way == [0, 1, 0]
+
+
 def test_a_forward_that_cannot_gather_ahead() -> None:
     """The next one runs in the order of the one before, with no word of a change."""
 
