@@ -146,7 +146,10 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
     plans = [change.plan for change in survey]
     for plan in plans:
         plan.options = replace(plan.options, param_init_fn=param_init_fn)
-    metas = _compare(units, plans, problem, module)
+    try:
+        metas = _compare(units, plans, problem, module)
+    finally:
+        del problem  # as in ``compare_plans``
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         begin_forward_pass(engine)
         drain(engine)
@@ -197,7 +200,10 @@ def _compare(
         except Exception as error:
             problem = problem or error
     own = [plan for plan in plans if plan.options.mesh == widest]
-    found[widest] = MetaValues(compare_plans(own, widest, problem, [module], "refresh"))
+    try:
+        found[widest] = MetaValues(compare_plans(own, widest, problem, [module], "refresh"))
+    finally:
+        del problem
     return found
 
 

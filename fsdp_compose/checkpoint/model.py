@@ -247,8 +247,7 @@ def load_state_dict(
     versions = getattr(state_dict, "_metadata", None)
     custom = loads_by_own_code(module)
     matched = match(module, contents.values, state_dict, strict and not custom, custom, versions)
-    problem = matched.problem or find_unreadable(matched, contents.values)
-    raise_on_all(problem, groups, matched.facts, "load_state_dict")
+    raise_on_all(take_problem(matched, contents.values), groups, matched.facts, "load_state_dict")
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
     left_out = IncompatibleKeys(matched.missing, matched.unexpected)
     with SharedErrors(*groups, what="load_state_dict"):
@@ -325,7 +324,7 @@ def _name_versions(module: nn.Module, versions: Mapping[str, Any]) -> OrderedDic
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Matched:
     """Incoming values beside what a module has; nothing is written yet."""
 
@@ -451,8 +450,12 @@ def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | Non
     return None
 
 
-def find_unreadable(matched: Matched, current: Mapping[str, Any]) -> Exception | None:
-    """An error for values that are to be written into ``current``, and have no numbers to write."""
+def take_problem(matched: Matched, current: Mapping[str, Any]) -> Exception | None:
+    """What is wrong; ``matched`` lets go of it, since where it is raised it holds what holds it.
+
+    Also values that are to be written into ``current``, and have no numbers to write.
+    """
+    problem, matched.problem = matched.problem, None
     problems = [
         f"{name!r} {why}"
         for name, value in matched.values.items()
@@ -460,8 +463,8 @@ def find_unreadable(matched: Matched, current: Mapping[str, Any]) -> Exception |
         and describe_unreadable(current[name]) is None
         and (why := describe_unreadable(value)) is not None
     ]
-    if not problems:
-        return None
+    if problem is not None or not problems:
+        return problem
     return RuntimeError(
         "load_state_dict: the state cannot be read, the module is unchanged:"
         f"{list_problems(problems)}"

@@ -35,10 +35,10 @@ from fsdp_compose.checkpoint.model import (
     Matched,
     StateDictType,
     buffer_dtypes,
-    find_unreadable,
     is_first,
     match,
     prepare,
+    take_problem,
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
 from fsdp_compose.checkpoint.ranks import meet_in, refuse_left_out
@@ -324,9 +324,9 @@ def _match_given(
     custom = changes_keys_on_load(call.get("self", module))
     strict = bool(call.get("strict")) and not custom
     matched = match(module, current, given, strict, changes_keys_on_load(module), versions)
-    written = {k: v if is_sharded(v) or not assign else None for k, v in current.items()}
-    unreadable = None if custom else find_unreadable(matched, written)
-    raise_on_all(matched.problem or unreadable, groups, matched.facts, "load_state_dict")
+    as_is = {k for k, v in current.items() if custom or (assign and not is_sharded(v))}
+    written = {k: None if k in as_is else v for k, v in current.items()}
+    raise_on_all(take_problem(matched, written), groups, matched.facts, "load_state_dict")
     return matched, custom
 
 

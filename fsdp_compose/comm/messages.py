@@ -251,7 +251,10 @@ def raise_on_all(
         problem = problem or difference([fact for _, fact in reports], group.ranks, what)
     if problem is not None:
         problem.__dict__[ON_ALL_RANKS] = True
-        raise problem
+        try:
+            raise problem
+        finally:
+            del problem  # its traceback holds the frames that hold it, and so all their tensors
 
 
 def difference(facts: Sequence[object], ranks: Sequence[int], what: str = "") -> Exception | None:
@@ -281,8 +284,11 @@ class SharedErrors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, Exception):
-            raise_on_all(error, self.groups, self.facts, self.what)
+        try:
+            if error is None or isinstance(error, Exception):
+                raise_on_all(error, self.groups, self.facts, self.what)
+        finally:
+            del error, trace  # as in ``raise_on_all``
 
 
 _CALL_TAGS = 1 << 27

@@ -90,7 +90,10 @@ def compare_plans(
         for value in values
         if value.repeated and value.key not in meta and value.is_verified
     }
-    return set(_compare_beside(modules, problem, totals, meta))
+    try:
+        return set(_compare_beside(modules, problem, totals, meta))
+    finally:
+        del problem  # its traceback holds the frames that hold it, and with them the model
 
 
 def _find_opaque(plans: Sequence[UnitPlan]) -> Exception | None:
@@ -132,8 +135,11 @@ def _compare_beside(
         problem = problem or first_error(zip(group.ranks, errors, strict=True))
         problem = problem or _difference_beside([found for _, found, _ in reports], group)
         left = left.union(*(others for _, _, others in reports))
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem
     return left
 
 

@@ -163,8 +163,11 @@ def compare_matrices(
         problem = problem or first_error(zip(link.group.ranks, errors, strict=True))
         if not any(errors) and any(other != digest for _, other in found):
             problem = _difference(gather_objects(mine, link.group, "owner_step"), link.group.ranks)
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem
 
 
 def _tell(error: Exception, links: Sequence[tuple[Log, Group]]) -> None:

@@ -165,7 +165,10 @@ class OwnerOptimizer(Optimizer):
             facts = self._list_facts(work)
         except Exception as error:
             problem = error
-        compare_matrices(self._matrices, facts, problem)
+        try:
+            compare_matrices(self._matrices, facts, problem)
+        finally:
+            del problem  # its traceback holds this frame, and with it the matrices
 
     def _make_optimizer(self, make: Callable[[list[dict[str, Any]]], Optimizer]) -> Optimizer:
         rest = iter(self._matrices)

@@ -1,7 +1,11 @@
-"""After a backward that failed, the next call computes on what it is given."""
+"""After what failed, the next call computes on what it is given, and nothing else is kept."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,7 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from fsdp_compose import MixedPrecision, ShardingStrategy, state_dict
+from fsdp_compose import (
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    load_checkpoint,
+    load_state_dict,
+    owner_step,
+    refresh,
+    state_dict,
+)
 from fsdp_compose.core import gathering
 from fsdp_compose.core.guards import partly_run
 from fsdp_compose.sharded import is_sharded
@@ -185,3 +198,29 @@ def test_an_interrupt_between_two_leaves(at: int, monkeypatch: pytest.MonkeyPatc
         assert all(is_sharded(p) for p in twin.model.parameters())
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: fully_shard(model, granularity=lambda *_: -3),
+        lambda model: refresh(fully_shard(model), init="nope"),
+        lambda model: load_state_dict(fully_shard(model), {}),
+        lambda model: fully_shard(model).load_state_dict({}),
+        lambda model: load_checkpoint("none", fully_shard(model)),
+        lambda model: owner_step(fully_shard(model).parameters(), lambda groups: 3),
+    ],
+)
+def test_errors_keep_no_model(call: Callable[[nn.Module], object]) -> None:
+    """Not even until Python collects garbage: no frame of an error's holds the error."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = seeded(Tower)
+        found = weakref.ref(model)
+        with suppress(RuntimeError, TypeError, ValueError):
+            call(model)
+        del model
+        assert found() is None
+    finally:
+        gc.enable()
