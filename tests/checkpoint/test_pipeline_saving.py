@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose.checkpoint.metadata import read_metadata
-from fsdp_compose.checkpoint.source import Source
+from fsdp_compose.checkpoint.source import CheckpointSource
 
 from harness import rank_errors, run_ranks
 from models import Block, by_block, seeded, whole
@@ -120,7 +120,9 @@ def test_stages_are_saved_and_loaded_together(tmp_path: Path) -> None:
         step(model, optim, 2), step(plain, other, 2)
         assert_same(model, plain)
         assert [g["weight_decay"] for g in optim.param_groups] == [0.1, 0.0]
-        found = Source(tmp_path / "saved", read_metadata(tmp_path / "saved")[0]).optimizer()
+        found = CheckpointSource(
+            tmp_path / "saved", read_metadata(tmp_path / "saved")[0]
+        ).optimizer()
         names = [name for group in found["param_groups"] for name in group["params"]]
         assert sorted(names) == sorted(found["state"])  # a tied one once
         fc.save_checkpoint(tmp_path / "whole", model, optim)

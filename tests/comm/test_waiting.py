@@ -149,7 +149,7 @@ def test_few_of_many_ranks_that_wait_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     spoken, heard = [], Heard()
     for rank in range(12):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        waiting.tell(wait, 20.0)
+        waiting.log_missing(wait, 20.0)
         spoken.append(len(heard.lines))
     assert spoken == [*range(1, 9), 8, 8, 8, 8]
 
