@@ -129,7 +129,7 @@ class OwnerLinks:
             link.meet("compare settings", ())
             ranks, found = link.group.ranks, gather_objects(mine, link.group, "owner_step")
             for rank, theirs in zip(ranks, found, strict=True):
-                what = _describe_difference(found[0], theirs, ranks[0], rank)
+                what = _describe_setting(found[0], theirs, ranks[0], rank)
                 if what is not None:
                     raise RuntimeError(
                         f"owner_step: after a step {what}. If the program set it (a scheduler, "

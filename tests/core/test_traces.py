@@ -40,7 +40,7 @@ def test_traces_of_random_programs_are_accepted() -> None:
 
 
 def pack_early(self: Any, unit: Any, parts: Any, ends_backward: bool) -> None:
-    self.leave_backward(unit)
+    self.drop(unit, Hold.BACKWARD)  # and the reductions under way go on
     for part in parts:
         self.work.pack(part)
         self.work.reduce([part])
