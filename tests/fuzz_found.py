@@ -209,6 +209,10 @@ FOUND = {
         Node((Leaf("matrix", dtype="float64"), Leaf("matrix", dtype="float64"))), 2,
         "HYBRID_SHARD_OPTIMIZER", (("one cleared", 7),), prefetch=(0, 0),
     ),
+    "seed 710051: zeros that only a removed hook would have seen": Case(
+        Node((Leaf("matrix"), Leaf("matrix"))), 2, "FULL_SHARD",
+        (("hook after", 0), ("skip", 0), ("one cleared", 0)), prefetch=(0, 0), backend="nccl",
+    ),
     "seed 477566: the norm of a gradient that waited and was converted": Case(
         Node((Leaf("matrix", dtype="float64"),)), 2, "FULL_SHARD",
         (("clip", 0), ("accumulate unsharded", 0), ("convert", 7), ("clip", 0)), prefetch=(0, 0),

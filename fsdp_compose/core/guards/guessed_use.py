@@ -27,7 +27,7 @@ class Guess:
         here: used by this rank.
         anywhere: assumed to be used by some rank.
         unset: assumed only, and without a gradient before.
-        is_seen: a hook is told of each gradient, so that none can be taken back.
+        is_seen: a hook is told of those zeros, so that none can be taken back.
         is_doubted: it is another set than when the ranks last compared it.
     """
 
@@ -48,13 +48,20 @@ def make_guess(bucket: Bucket, used: Flags) -> Guess:
     assumed, unset, is_seen = used.bits & ~mine, 0, False
     if assumed and is_doubted:
         unit = None if bucket.users.unit is None else bucket.users.unit()
-        is_seen = bool(bucket.residence.is_hooked or (unit is not None and unit.post_reduce_hooks))
+        is_seen = bool(unit is not None and unit.post_reduce_hooks) or _are_hooked(bucket, assumed)
         if bucket.history.mirror is not None:
             bucket.history.mirror.settle()  # its owner may have cleared gradients
         with raw():
             for index, param in enumerate(bucket.views.params):
                 unset |= (assumed >> index & 1 and get_grad(param) is None) << index
     return Guess(weakref.ref(bucket), mine, used.bits, unset, is_seen, is_doubted)
+
+
+def _are_hooked(bucket: Bucket, entries: int) -> bool:
+    """Whether some of the entries, which are bits, have a hook now; those before were removed."""
+    flags = [entries >> index & 1 for index in range(len(bucket.entries))]
+    hooks = [entry.spec.hooks for entry in compress(bucket.entries, flags)]
+    return any(each.gradient or each.accumulated for each in hooks)
 
 
 def sum_up(guesses: Sequence[Guess], rank: int) -> tuple[object, ...]:
