@@ -163,7 +163,7 @@ def fully_shard(
     """
     hide_from_traces(list_untraced_files(), ShardedParameter, ShardedTensor, ShardedDTensor)
     modules = [module] if isinstance(module, nn.Module) else module
-    problems: list[Exception | None] = [None]  # a local error would hold this frame, and the model
+    problem: Exception | None = None
     plans: list[UnitPlan] = []
     try:
         options = Options(
@@ -192,9 +192,12 @@ def fully_shard(
             found = every if own is methods else check_methods(own, plan.modules)
             plan.options = replace(plan.options, methods=found)
     except Exception as error:  # whatever it is, the other ranks wait for it
-        problems.append(error)
-    meet_or_differ("fully_shard", find_groups(mesh))
-    meta = MetaValues(compare_plans(plans, mesh, problems.pop(), _list_modules(modules)))
+        problem = error
+    try:
+        meet_or_differ("fully_shard", find_groups(mesh))
+        meta = MetaValues(compare_plans(plans, mesh, problem, _list_modules(modules)))
+    finally:
+        del problem  # where it is raised, it would hold this frame, and the model
     clear_deleted_models()
     for plan in plans:
         for bucket in plan.buckets:

@@ -229,7 +229,7 @@ def is_called_by_state_walk() -> bool:
     return caller is not None and caller.f_globals.get("__name__") == _STATE_WALK
 
 
-def calling_collective() -> Callable[..., Any] | None:
+def find_calling_collective() -> Callable[..., Any] | None:
     """The function of torch.distributed that called the caller; None where something else did."""
     frame, collectives = sys._getframe(1).f_back, vars(torch.distributed.distributed_c10d)
     if frame is None or frame.f_globals is not collectives:

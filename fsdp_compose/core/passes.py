@@ -77,7 +77,7 @@ def running_task(unit: Unit) -> Task:
     def failed(ref: object) -> None:
         owner = engine_ref()
         if owner is not None and task_id in owner.tasks:
-            let_go(owner, owner.tasks[task_id])
+            abandon_task(owner, owner.tasks[task_id])
 
     task.callback = weakref.ref(callback, failed)
     engine.tasks[task_id] = task  # alive, as a second model's thread may look now
@@ -87,7 +87,7 @@ def running_task(unit: Unit) -> Task:
     return task
 
 
-def let_go(engine: Engine, task: Task) -> None:
+def abandon_task(engine: Engine, task: Task) -> None:
     """Put the leaves back after a run that failed, and keep none of its units, as ``tasks`` did."""
     engine.tasks[task.id] = Task(task.id, False)  # for ``recover``, which communicates
     for unit in task.units:
@@ -114,7 +114,7 @@ def end_task(engine: Engine, task_id: int) -> None:
             # The outermost run settles those of units that did not run, too.
             settle_plain_gradients(task.units if engine.tasks else engine.units)
     except BaseException:
-        let_go(engine, task)
+        abandon_task(engine, task)
         raise
     for unit in list(task.open):
         if unit.run.task is task or unit.run.task is None:

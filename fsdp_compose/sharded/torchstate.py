@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_compose.base.torch_private import call_raw, is_torch_function_enabled, set_class
 from fsdp_compose.base.torch_stack import (
     below_dispatch,
-    calling_collective,
+    find_calling_collective,
     is_asked_by_state_walk,
     is_called_by_state_walk,
     value_under_load,
@@ -109,7 +109,7 @@ class TorchState(_Base):
 
     def is_complex(self) -> bool:
         """As on Tensor. Collectives call it, also where torch lets them ask nothing else (2.11)."""
-        collective = calling_collective()
+        collective = find_calling_collective()
         if collective is not None and is_torch_function_enabled():
             refuse(collective, self._shard_spec)
         return bool(self.dtype.is_complex)
