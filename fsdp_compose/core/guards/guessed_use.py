@@ -58,7 +58,7 @@ def make_guess(bucket: Bucket, used: Flags) -> Guess:
 
 
 def _are_hooked(bucket: Bucket, entries: int) -> bool:
-    """Whether some of the entries, which are bits, have a hook now; a removed one is told nothing."""
+    """Whether some of the entries, which are bits, have a hook that is not removed by now."""
     flags = [entries >> index & 1 for index in range(len(bucket.entries))]
     hooks = [entry.spec.hooks for entry in compress(bucket.entries, flags)]
     return any(each.gradient or each.accumulated for each in hooks)
