@@ -28,8 +28,8 @@ from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.compared_steps import Settings
 from fsdp_compose.core.guards.interrupts import clear_interrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
-from fsdp_compose.core.guards.units import list_all_units
-from fsdp_compose.core.state import Engine, Unit, iter_units, owner_of
+from fsdp_compose.core.guards.units import list_all_units, list_nested
+from fsdp_compose.core.state import Engine, Unit, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.mirror import source_of
 from fsdp_compose.optim.scaler import bring_scale
@@ -335,10 +335,7 @@ def _check_any_gradient(optimizer: torch.optim.Optimizer) -> None:
 
 def _list_models(engine: Engine) -> list[set[Unit]]:
     """What may be the units of one model: all, those in an outermost unit, and all but those."""
-    inside = {
-        unit: {inner for ref in unit.modules if (m := ref()) is not None for inner in iter_units(m)}
-        for unit in engine.units
-    }
+    inside = {unit: set(list_nested(unit)) for unit in engine.units}
     covered = {inner for unit, found in inside.items() for inner in found - {unit}}
     models = [found for unit, found in inside.items() if unit not in covered]
     every = set(engine.units)

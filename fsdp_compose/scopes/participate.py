@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.order import Order, Ref
-from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.units import list_nested, require_units
 from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.state import Unit, find_state, iter_units
 
@@ -115,7 +115,7 @@ def _run_body(
         x = _join(unit, x, linked)
     if inner:
         if visits is None:
-            visits = deque(_list_visits([u for u in iter_units_of(unit) if u in inner], unit))
+            visits = deque(_list_visits([u for u in list_nested(unit) if u in inner], unit))
         while visits and visits[0] in inner:
             x = _join_unit(visits, x)
     return x if passes_on and x is not None else _join(unit, x, linked)
@@ -164,11 +164,6 @@ def _list_visits(registered: list[Unit], around: Unit | None = None) -> list[Uni
         runs = (_find_last_run(visited, inner, around) for visited in passes)
         found = next((run for run in runs if run is not None), None)
     return list(dict.fromkeys(registered)) if found is None else found
-
-
-def iter_units_of(unit: Unit) -> list[Unit]:
-    """The unit's own and nested units, in the order its modules register them."""
-    return [u for ref in unit.modules if (m := ref()) is not None for u in iter_units(m)]
 
 
 def _find_upcoming(order: Order, inner: set[Unit], around: Unit | None) -> list[Unit] | None:

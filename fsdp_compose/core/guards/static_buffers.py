@@ -18,8 +18,9 @@ from fsdp_compose.buckets.bucket import Bucket, Phase
 from fsdp_compose.buckets.static import Place, PlaceLender, place_full
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.gathering import renew_bucket
+from fsdp_compose.core.guards.units import list_nested
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Engine, Unit, iter_units
+from fsdp_compose.core.state import Engine, Unit
 from fsdp_compose.layout.static_buffers import StaticUnit, offsets, place_gathered, place_packed
 
 
@@ -193,9 +194,7 @@ def _stays(unit: Unit) -> bool | None:
 
 def _units_inside(unit: Unit) -> list[Unit]:
     """The units with static buffers inside the modules of ``unit``, in order of registration."""
-    modules = [module for ref in unit.modules if (module := ref()) is not None]
-    found = dict.fromkeys(inner for module in modules for inner in iter_units(module))
-    return [inner for inner in found if inner is not unit and is_static(inner)]
+    return [inner for inner in list_nested(unit) if inner is not unit and is_static(inner)]
 
 
 def _lenders(unit: Unit) -> list[Unit]:

@@ -47,6 +47,12 @@ def list_all_units() -> list[Unit]:
     return [unit for engine in here.engines.values() for unit in engine.units]
 
 
+def list_nested(unit: Unit) -> list[Unit]:
+    """The unit and those nested in it, in the order its modules register them."""
+    modules = [module for ref in unit.modules if (module := ref()) is not None]
+    return list(dict.fromkeys(inner for module in modules for inner in iter_units(module)))
+
+
 def units_holding(module: nn.Module) -> list[Unit]:
     """Units of ``module`` and its submodules, then those around it that hold parameters of it."""
     found = dict.fromkeys(iter_units(module))
