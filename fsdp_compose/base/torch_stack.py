@@ -38,7 +38,7 @@ _asking = {
 }
 
 
-def _stack() -> Iterator[FrameType]:
+def walk_stack() -> Iterator[FrameType]:
     """The frames of this thread, from the caller's on."""
     frame = sys._getframe().f_back
     while frame is not None:
@@ -48,7 +48,7 @@ def _stack() -> Iterator[FrameType]:
 
 def clipping_under_way() -> str:
     """What ``torch.nn.utils.clip_grad_norm_`` on this thread's stack clips to; empty without it."""
-    for frame in _stack():
+    for frame in walk_stack():
         if frame.f_code is _clip.__code__:
             values = frame.f_locals
             return describe_clipping(values["max_norm"], values["error_if_nonfinite"])
@@ -57,7 +57,7 @@ def clipping_under_way() -> str:
 
 def tensors_of_total_norm() -> list[Any] | None:
     """What torch takes one norm of, to clip or by ``get_total_norm``; None where it does not."""
-    for frame in _stack():
+    for frame in walk_stack():
         if frame.f_code is _total_norm.__code__:
             given = frame.f_locals["tensors"]
             return [given] if isinstance(given, torch.Tensor) else list(given)
@@ -66,7 +66,7 @@ def tensors_of_total_norm() -> list[Any] | None:
 
 def in_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` is on this thread's stack."""
-    return any(frame.f_code is stateless._functional_call.__code__ for frame in _stack())
+    return any(frame.f_code is stateless._functional_call.__code__ for frame in walk_stack())
 
 
 def load_under_way() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def load_under_way() -> dict[str, Any]:
     Its hooks are not told all of it. Empty where a hook is called by something else.
     """
     code = torch.nn.Module.load_state_dict.__code__
-    return next((frame.f_locals for frame in _stack() if frame.f_code is code), {})
+    return next((frame.f_locals for frame in walk_stack() if frame.f_code is code), {})
 
 
 def is_in_call(frame: FrameType | None) -> bool:
@@ -189,7 +189,7 @@ def _replace_modes(found: Sequence[Any], wanted: Sequence[Any]) -> None:
 def calling_modules() -> Iterator[torch.nn.Module]:
     """The modules whose calls are under way on this thread, the innermost first."""
     code = torch.nn.Module._call_impl.__code__
-    return (frame.f_locals["self"] for frame in _stack() if frame.f_code is code)
+    return (frame.f_locals["self"] for frame in walk_stack() if frame.f_code is code)
 
 
 def is_called_by_parameter() -> bool:
@@ -209,13 +209,13 @@ def is_asked_for_gradient() -> bool:
 
 def is_called_by_dtensor() -> bool:
     """Whether a function of torch.distributed.tensor is on this thread's stack."""
-    names = (str(frame.f_globals.get("__name__")) for frame in _stack())
+    names = (str(frame.f_globals.get("__name__")) for frame in walk_stack())
     return any(name.startswith("torch.distributed.tensor.") for name in names)
 
 
 def is_converted_by_module() -> bool:
     """Whether ``Module._apply`` (``to``, ``float``, ``to_empty``) is on this thread's stack."""
-    return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in _stack())
+    return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in walk_stack())
 
 
 def is_asked_by_state_walk() -> bool:
@@ -260,7 +260,10 @@ def state_api_under_way() -> str | None:
     }
     module = "torch.distributed.checkpoint.state_dict"
     found = (
-        public[name] for frame in _stack() for name in public if _is_function(frame, name, module)
+        public[name]
+        for frame in walk_stack()
+        for name in public
+        if _is_function(frame, name, module)
     )
     return next(found, None)
 
@@ -279,7 +282,7 @@ def _is_function(frame: FrameType | None, name: str, module: str) -> bool:
 def is_broadcast_to_ranks() -> bool:
     """Whether ``torch.distributed.checkpoint.load`` has a reader that broadcasts each piece."""
     module = "torch.distributed.checkpoint.state_dict_loader"
-    for frame in _stack():
+    for frame in walk_stack():
         if _is_function(frame, "_load_state_dict", module):
             name = type(frame.f_locals.get("storage_reader")).__name__
             return name == "BroadcastingTorchSaveReader"
@@ -289,7 +292,7 @@ def is_broadcast_to_ranks() -> bool:
 def is_saved_as_safetensors() -> bool:
     """Whether ``torch.distributed.checkpoint.save`` is under way with a writer of safetensors."""
     module = "torch.distributed.checkpoint.state_dict_saver"
-    for frame in _stack():
+    for frame in walk_stack():
         if _is_function(frame, "_save_state_dict", module):
             chosen = getattr(frame.f_locals.get("storage_writer"), "serialization_format", None)
             return getattr(chosen, "value", None) == "safetensors"
@@ -299,7 +302,7 @@ def is_saved_as_safetensors() -> bool:
 def is_scaled_by_torch() -> bool:
     """Whether ``torch.amp.GradScaler.step`` itself, and no subclass's, steps an optimizer."""
     code = torch.amp.GradScaler.step.__code__
-    found = (frame.f_locals["self"] for frame in _stack() if frame.f_code is code)
+    found = (frame.f_locals["self"] for frame in walk_stack() if frame.f_code is code)
     return type(next(found, None)) in _SCALERS
 
 

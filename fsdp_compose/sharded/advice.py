@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
+from fsdp_compose.base.torch_stack import walk_stack
 from fsdp_compose.sharded.ops import MEMORY
 
 __all__ = [
@@ -288,7 +288,7 @@ _EDGES = frozenset((Tensor.view_as, Tensor.expand_as))
 def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool) -> str:
     """What to call instead of ``func`` on the slice of ``spec``, whose unit is called ``unit``."""
     in_forward, inner, part = False, None, None
-    for frame in _callers():
+    for frame in walk_stack():
         module = str(frame.f_globals.get("__name__", ""))
         found = (
             _BY_CALLER.get((module, frame.f_code.co_name))
@@ -344,7 +344,7 @@ def _heads(module: nn.Module, unit: str) -> bool:
 
 def _is_shown(unit: str) -> bool:
     """Whether a forward that the unit was gathered for is on this thread's stack."""
-    modules = (frame.f_locals.get("self") for frame in _callers())
+    modules = (frame.f_locals.get("self") for frame in walk_stack())
     return any(
         isinstance(module, nn.Module)
         and _heads(module, unit)
@@ -355,7 +355,7 @@ def _is_shown(unit: str) -> bool:
 
 def advise_on_target() -> str:
     """What to call instead of writing a slice into a plain tensor."""
-    names = (str(frame.f_globals.get("__name__", "")) for frame in _callers())
+    names = (str(frame.f_globals.get("__name__", "")) for frame in walk_stack())
     is_torchs = any(name.startswith("torch.distributed.fsdp.") for name in names)
     return TORCHS_FSDP if is_torchs else WHOLE_COPY
 
@@ -363,21 +363,13 @@ def advise_on_target() -> str:
 def is_called_by(function: Callable[..., Any]) -> bool:
     """Whether a Python function is on this thread's stack."""
     code = function.__code__
-    return any(frame.f_code is code for frame in _callers())
+    return any(frame.f_code is code for frame in walk_stack())
 
 
 def is_exporting() -> bool:
     """Whether ``torch.export`` is on this thread's stack."""
-    names = (str(frame.f_globals.get("__name__", "")) for frame in _callers())
+    names = (str(frame.f_globals.get("__name__", "")) for frame in walk_stack())
     return any(name.startswith("torch.export.") for name in names)
-
-
-def _callers() -> Iterator[FrameType]:
-    """The frames of the callers, innermost first."""
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _self_of(frame: FrameType) -> Any:
@@ -393,7 +385,7 @@ def _has(module: nn.Module, spec: object) -> bool:
 
 def _is_bare_forward(frame: FrameType, module: nn.Module) -> bool:
     """Whether ``frame`` is of ``module.forward``, and no call of the module led to it."""
-    calls = (f for f in _callers() if f.f_code.co_name == "_call_impl")
+    calls = (f for f in walk_stack() if f.f_code.co_name == "_call_impl")
     return frame.f_code.co_name == "forward" and all(_self_of(f) is not module for f in calls)
 
 

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Collection
 from threading import get_ident
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -19,7 +18,7 @@ from torch.compiler import is_exporting
 
 from fsdp_compose.base.process import once
 from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
-from fsdp_compose.base.torch_stack import is_in_call
+from fsdp_compose.base.torch_stack import is_in_call, walk_stack
 from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
@@ -94,14 +93,12 @@ def check_caller(unit: Unit) -> None:
 
 def count_calls(heads: Collection[int]) -> int:
     """How many calls of the modules with these ids are on this thread's stack."""
-    frame: FrameType | None = sys._getframe()
     calls = 0
-    while frame is not None:
+    for frame in walk_stack():
         if frame.f_code.co_name == "_call_impl":
             calls += id(frame.f_locals.get("self")) in heads
         elif frame.f_code.co_name == "call_as_forward":
             calls += id(frame.f_locals.get("module")) in heads
-        frame = frame.f_back
     return calls
 
 
