@@ -23,9 +23,9 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.torch_private import leaf_hooks, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.entries import mark_entry, refusal_of
+from fsdp_compose.buckets.entries import entry_of, mark_entry, refusal_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.sharded import replace_grad, tag, to_local
+from fsdp_compose.sharded import is_sharded_parameter, replace_grad, tag, to_local
 
 Grad: TypeAlias = torch.Tensor | None
 Note: TypeAlias = weakref.ref[torch.Tensor] | None
@@ -75,6 +75,15 @@ _SOURCE_KEY = "_fsdp_compose_source"
 def source_of(param: torch.Tensor) -> Source | None:
     """What a parameter made by ``flat_parameters`` or ``local_parameters`` stands for."""
     return param.__dict__.get(_SOURCE_KEY)
+
+
+def bucket_of(param: nn.Parameter) -> Bucket | None:
+    """The bucket that holds a parameter, or that a plain one of an optimizer's lies over."""
+    source = source_of(param)
+    if source is not None:
+        return source.bucket()
+    entry = entry_of(param) if is_sharded_parameter(param) else None
+    return None if entry is None or entry.owner is None else entry.owner()
 
 
 def buckets_under(params: Iterable[torch.Tensor]) -> list[Callable[[], Bucket | None]]:

@@ -21,7 +21,7 @@ from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
-from fsdp_compose.buckets.bucket import Bucket, Entry
+from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.core.guards.callers import count_calls
 from fsdp_compose.core.guards.collective_log import Log
@@ -31,7 +31,7 @@ from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.guards.units import list_all_units, list_nested
 from fsdp_compose.core.state import Engine, Unit, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
-from fsdp_compose.optim.mirror import source_of
+from fsdp_compose.optim.mirror import bucket_of
 from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
@@ -114,7 +114,7 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     noted: set[Log] = set()
     with raw():
         for param in parameters_of(optimizer):
-            bucket = _find_bucket(param)
+            bucket = bucket_of(param)
             log: Any = None if bucket is None else bucket.users.caller
             if bucket is None or log is None:
                 continue
@@ -133,7 +133,7 @@ def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:
     """(unit, parameter) of the sharded parameters among ``params``, or those that they lie over."""
     found: list[tuple[str, str]] = []
     for param in params:
-        bucket, entry = _find_bucket(param), entry_of(param)
+        bucket, entry = bucket_of(param), entry_of(param)
         entries = [] if bucket is None else bucket.entries if entry is None else [entry]
         found += [(e.spec.unit, e.spec.fqn) for e in entries]
     return found
@@ -175,7 +175,7 @@ def _show_gradient(
 
 
 def _is_of(param: nn.Parameter, log: Log) -> bool:
-    bucket = _find_bucket(param)
+    bucket = bucket_of(param)
     return bucket is not None and bucket.users.caller is log
 
 
@@ -209,15 +209,6 @@ def _steady(value: Any) -> Any:
 
 
 _NUMBERS = frozenset((int, float, bool))
-
-
-def _find_bucket(param: nn.Parameter) -> Bucket | None:
-    """The bucket that holds a parameter, or that a plain one of an optimizer's lies over."""
-    source = source_of(param)
-    if source is not None:
-        return source.bucket()
-    entry = entry_of(param) if is_sharded_parameter(param) else None
-    return None if entry is None or entry.owner is None else entry.owner()
 
 
 def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
@@ -262,7 +253,7 @@ def _refuse_inside(engine: Engine, optimizer: torch.optim.Optimizer, caller: str
     running = [u for u in engine.schedule.active if u.run.calls and count_calls(u.links.heads)]
     held = {bucket: unit for unit in running for bucket in unit.gathered if not bucket.in_place}
     for param in parameters_of(optimizer):
-        bucket = _find_bucket(param) if held else None
+        bucket = bucket_of(param) if held else None
         with raw():
             is_stepped = get_grad(param) is not None
         if is_stepped and bucket in held:

@@ -25,13 +25,11 @@ from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.base.tracked import find_tracked, tracked_kinds
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.buckets.bucket import Bucket
-from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.comm.small_reduce import compares, reduce_alike
 from fsdp_compose.core.guards.scope_parameters import leaf_of
 from fsdp_compose.core.guards.surroundings import UNAVERAGED, look_again
 from fsdp_compose.core.guards.units import list_all_units
-from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.mirror import source_of
+from fsdp_compose.optim.mirror import bucket_of, source_of
 from fsdp_compose.sharded import ShardedParameter, is_sharded_parameter
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
@@ -122,11 +120,7 @@ def _check_params(params: Sequence[Any], caller: str, verb: str, instead: str) -
 
 def _bucket_over_ranks(param: nn.Parameter) -> Bucket | None:
     """The parameter's bucket, if it is sharded over several ranks."""
-    source = source_of(param)
-    bucket = None if source is None else source.bucket()
-    if is_sharded_parameter(param):
-        entry = entry_of(param)
-        bucket = None if entry is None else owner_of(entry)
+    bucket = bucket_of(param)
     return None if bucket is None or bucket.mesh.size == 1 else bucket
 
 
