@@ -52,7 +52,7 @@ def wait_for(
         if count_modes():
             refuse_fakes(purpose)
         if here.calls and (group := here.calls.get(get_ident())) is not None:
-            _wait_attentively(works, peers, purpose, group)
+            WaitAside(works, peers, purpose).wait(group)
             return
         begun, work = waiting.enter(purpose, peers), None
         try:
@@ -308,7 +308,7 @@ def _swap_bytes(
     for tag in (_OBJECT_TAGS, _OBJECT_TAGS + 1):
         works = post_pairs(arriving, lengths, group, tag, purpose)
         peers = [group.ranks[r] for r in (*arriving, *lengths)]
-        _wait_attentively(works, peers, purpose, group)
+        WaitAside(works, peers, purpose).wait(group)
         if tag == _OBJECT_TAGS:
             lengths = payloads
             arriving = {
@@ -417,17 +417,6 @@ def leave_call(group: Group, error: BaseException) -> None:
         default_store().set(group.note, f"rank {dist.get_rank()} left {group.purpose}: {reason}")
     except (RuntimeError, ValueError):
         pass  # the rank that keeps the store has died, which the others notice
-
-
-def _wait_attentively(
-    works: Sequence[Any], peers: Sequence[int], purpose: str, group: Group
-) -> None:
-    """Wait, and meanwhile hear Ctrl-C and that another rank has left the call.
-
-    Raises:
-        RuntimeError: a rank does not answer, or has left.
-    """
-    WaitAside(works, peers, purpose).wait(group)
 
 
 class WaitAside:
