@@ -230,8 +230,6 @@ def _local_norms(
 
 
 def _norm_of_nothing(order: float) -> float:
-    if math.isinf(order):
-        return 0.0 if order > 0 else math.inf
     return 0.0 if order >= 0 else math.inf
 
 

@@ -126,13 +126,13 @@ class StaticWork(EngineWork):
         place = choice.place
         if place is None or any(b.phase is not Phase.SHARDED for b in unit.buckets):
             return
-        starts = offsets([_gathered_nbytes(bucket) for bucket in unit.buckets])
+        starts = offsets([bucket.gathered_nbytes for bucket in unit.buckets])
         packs = offsets([_packed_nbytes(bucket) for bucket in unit.buckets])
         if starts[-1] > place.nbytes:  # it was converted to a wider dtype
             place.nbytes, place.memory = starts[-1], None
         streams = self.engine.streams
         for bucket, start, pack in zip(unit.buckets, starts, packs, strict=False):
-            if _gathered_nbytes(bucket):
+            if bucket.gathered_nbytes:
                 with streams.on(streams.gather):  # which alone writes there
                     place_full(bucket, place, start)
                 bucket.static = PlaceLender(choice.lenders, pack)
@@ -175,7 +175,7 @@ def describe_units(units: Sequence[Unit]) -> list[StaticUnit]:
     position = {unit: i for i, unit in enumerate(units)}
     return [
         StaticUnit(
-            gathered=tuple(map(_gathered_nbytes, unit.buckets)),
+            gathered=tuple([bucket.gathered_nbytes for bucket in unit.buckets]),
             packed=tuple(map(_packed_nbytes, unit.buckets)),
             inside=frozenset(position[u] for u in _units_inside(unit) if u in position),
             keeps=_stays(unit),
@@ -206,11 +206,7 @@ def _lenders(unit: Unit) -> list[Unit]:
 
 def _list_gathering(unit: Unit) -> list[Bucket]:
     """The unit's buckets that take memory while they are gathered."""
-    return [bucket for bucket in unit.buckets if _gathered_nbytes(bucket)]
-
-
-def _gathered_nbytes(bucket: Bucket) -> int:
-    return bucket.gathered_nbytes
+    return [bucket for bucket in unit.buckets if bucket.gathered_nbytes]
 
 
 def _packed_nbytes(bucket: Bucket) -> int:
