@@ -20,11 +20,11 @@ from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import (
+    Layer,
     as_parameter,
     end_rests,
     hide,
     is_whole,
-    new_layer,
     show,
 )
 from fsdp_compose.core.records import Opened
@@ -258,7 +258,7 @@ def show_in_scope(shown: dict[Entry, torch.Tensor], key: object, options: ScopeO
     for entry, full in shown.items():
         if full is not entry.held:
             returns_grad = own_grad and options.writeback
-            show(entry, full, new_layer(key, rebuild, own_grad, returns_grad=returns_grad))
+            show(entry, full, Layer(key, rebuild, own_grad, returns_grad=returns_grad))
 
 
 def _rebuild(options: ScopeOptions, entry: Entry, trained: bool) -> torch.Tensor:

@@ -25,10 +25,10 @@ from fsdp_compose.core.guards.forward_writes import (
     versions_at_fill,
 )
 from fsdp_compose.core.guards.scope_parameters import (
+    Layer,
     as_parameter,
     end_rests,
     hide,
-    new_layer,
     outdate,
     show,
 )
@@ -147,7 +147,7 @@ def _show(unit: Unit) -> None:
         for entry in unit.entries:
             full = shown[entry]
             full = full if full.grad_fn else as_parameter(full)
-            show(entry, full, new_layer(opened, rebuild, is_renewed=True))
+            show(entry, full, Layer(opened, rebuild, is_renewed=True))
     except BaseException:
         for entry in unit.entries:
             hide(entry, opened)

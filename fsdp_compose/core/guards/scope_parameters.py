@@ -57,13 +57,13 @@ class Layer:
     """A full tensor that a scope shows in the place of a parameter."""
 
     scope: object
-    beneath: Any  # holds what the parameter held before: the shard, or an outer scope's tensor
-    kind: type  # of ``beneath`` before it took that
-    own_grad: bool  # ``.grad`` is the full tensor's; else the shard's
     rebuild: Callable[[Entry, bool], torch.Tensor]
     """The full tensor again, connected to the shard or not, after ``requires_grad`` changed."""
+    own_grad: bool = False  # ``.grad`` is the full tensor's; else the shard's
     is_renewed: bool = False  # it is the unit's own memory, which later forwards gather into
     returns_grad: bool = False  # that gradient takes the place of the shard's at the scope's end
+    beneath: Any = None  # holds what the parameter held before: the shard, or an outer scope's
+    kind: type = torch.Tensor  # of ``beneath`` before it took that
     is_outdated: bool = False  # it is from before a step: the parameter holds its shard meanwhile
     is_retrained: bool = False  # ``requires_grad`` changed in a scope inside this one
 
@@ -322,17 +322,6 @@ def show(entry: Entry, full: Any, layer: Layer) -> None:
 def as_parameter(full: torch.Tensor) -> nn.Parameter:
     """Make another parameter over a full tensor, which is not trained."""
     return nn.Parameter(call_raw(_plain.detach, (), (full,)), False)
-
-
-def new_layer(
-    scope: object,
-    rebuild: Callable[[Entry, bool], torch.Tensor],
-    own_grad: bool = False,
-    is_renewed: bool = False,
-    returns_grad: bool = False,
-) -> Layer:
-    """A layer for ``show``, whose tensor is not known yet."""
-    return Layer(scope, None, torch.Tensor, own_grad, rebuild, is_renewed, returns_grad)
 
 
 def hide(entry: Entry, scope: object) -> torch.Tensor | None:

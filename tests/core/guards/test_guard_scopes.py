@@ -26,6 +26,7 @@ import fsdp_compose as fc
 from fsdp_compose import fully_shard, gathered, reshard, undo, unshard
 from fsdp_compose.core.guards.gathered_memory import lies_in
 from fsdp_compose.core.guards.scope_parameters import (
+    Layer,
     at_rest,
     end_rests,
     hide,
@@ -33,7 +34,6 @@ from fsdp_compose.core.guards.scope_parameters import (
     is_connected,
     is_whole,
     leaf_of,
-    new_layer,
     rest,
     show,
 )
@@ -489,7 +489,7 @@ def test_what_two_layers_showed_is_given_back() -> None:
         def layers() -> tuple[Any, Any]:
             shown = torch.zeros(entry.spec.shape), nn.Parameter(torch.ones(entry.spec.shape))
             for scope, full in zip("ab", shown, strict=True):
-                show(entry, full, new_layer(scope, lambda entry, trained: p))
+                show(entry, full, Layer(scope, lambda entry, trained: p))
             return shown
 
         for order in ("ab", "ba"):
