@@ -49,7 +49,7 @@ def watch_forwards(units: Iterable[Unit]) -> None:
     if watched:
         watch_inside(watched)
     if keeping:
-        _watch(keeping, (0, 1))
+        watch_inside(keeping, (0, 1))
     for unit in watched:
         unit.checks.inspected.add(_FIRST)
 
@@ -61,13 +61,12 @@ KEPT = "kept"
 """In ``Checks.warned``: a backward began at a tensor that its forward left outside attributes."""
 
 
-def watch_inside(units: Iterable[Unit]) -> None:
-    """Gather units where a backward begins at a tensor that was made inside their last forward."""
-    _watch(units)
+def watch_inside(units: Iterable[Unit], generations: Sequence[int] = ()) -> None:
+    """Gather units where a backward begins at a tensor that was made inside their last forward.
 
-
-def _watch(units: Iterable[Unit], generations: Sequence[int] = ()) -> None:
-    """As ``watch_inside``; where garbage has ``generations``, what somebody keeps among those."""
+    Args:
+        generations: of garbage; only what somebody keeps among those is looked at.
+    """
     spans = [
         # A backward that begins at an input of a frozen unit, bound then, needs no weight of it.
         (max(start, live.joined_at, unit.checks.bound_at + 1), live.closed_at, unit)
