@@ -304,8 +304,9 @@ class Log:
             RuntimeError: a guess was wrong; names the parameter.
         """
         wrong = ""
-        reports = self._gather([(guess.here, guess.anywhere) for guess in comparison.guesses])
-        for guess, found in zip(comparison.guesses, reports, strict=True):
+        mine = [(guess.here, guess.anywhere) for guess in comparison.guesses]
+        reports = gather_in_turn(mine, self.groups, _RUNNING)
+        for guess, *found in zip(comparison.guesses, *reports, strict=True):
             bucket, anywhere, missed = guess.bucket(), 0, 0
             for used, _ in found:
                 anywhere |= used
@@ -335,11 +336,6 @@ class Log:
             self._forget()  # the next step is compared by itself
             raise RuntimeError(text)
         self.steps.are_compared = have_same_parameters(reports)
-
-    def _gather(self, mine: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Gather for each guess (used there, taken for used anywhere) of every rank."""
-        rows = gather_in_turn(mine, self.groups, _RUNNING)
-        return [list(found) for found in zip(*rows, strict=True)]
 
     def epoch(self, group: Group) -> int:
         """Count how often the ranks of ``group`` disagreed."""
