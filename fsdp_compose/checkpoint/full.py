@@ -46,7 +46,6 @@ from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.sharded import is_sharded, own_slice, tag, whole_slice
-from fsdp_compose.sharded.chunks import storage_dims
 
 MAX_FILE_BYTES = 5 << 30
 
@@ -363,6 +362,6 @@ def read_for(stored: Stored, current: Any) -> Tensor:
     spec = current._shard_spec
     if spec.parallel is not None and spec.parallel.splits:
         return tag(whole_slice(stored.read_all(), spec).clone(), spec)
-    if storage_dims(spec) == list(range(len(spec.shape))):
+    if spec.storage_dims == list(range(len(spec.shape))):
         return tag(stored.read_part(spec.start, spec.stop), spec)
     return tag(own_slice(stored.read_all(), spec).clone(), spec)

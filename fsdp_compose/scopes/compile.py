@@ -165,10 +165,9 @@ def _split_sizes(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
 
 def _storage_permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape in which an entry is stored, and the order that makes it the parameter's."""
-    shape, stride = entry.spec.shape, entry.spec.stride
-    order = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
-    inverse = sorted(range(len(shape)), key=order.__getitem__)
-    return tuple([shape[d] for d in order]), tuple(inverse)
+    order = entry.spec.storage_dims
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return tuple([entry.spec.shape[d] for d in order]), tuple(inverse)
 
 
 def _list_trained(traced: Traced) -> tuple[int, ...]:

@@ -23,15 +23,10 @@ from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.sharded.spec import ShardSpec
 
 
-def storage_dims(spec: ShardSpec) -> list[int]:
-    """Dimensions from the slowest to the fastest in storage; ``[0, 1, ...]`` when contiguous."""
-    return sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
-
-
 def cut_chunks(spec: ShardSpec, local: Tensor) -> list[tuple[Box, Tensor]]:
     """List the boxes of the whole that the slice ``local`` holds, each with a view of its data."""
     first = (0,) * len(spec.shape) if spec.parallel is None else spec.parallel.offsets
-    dims = storage_dims(spec)
+    dims = spec.storage_dims
     back = [dims.index(d) for d in range(len(dims))]
     shape = [spec.shape[d] for d in dims]
     found: list[tuple[Box, Tensor]] = []

@@ -19,6 +19,7 @@ def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
 
 def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
     """Cut this rank's elements from what it would hold without sharding."""
-    order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], -spec.shape[d]))
-    flat = full.to_dense().expand(spec.shape).permute(order).reshape(-1)  # if it is sparse
+    flat = (
+        full.to_dense().expand(spec.shape).permute(spec.storage_dims).reshape(-1)
+    )  # if it is sparse
     return flat[spec.start : spec.stop]

@@ -216,6 +216,11 @@ class ShardSpec:
         return self.shape if self.parallel is None else self.parallel.shape
 
     @property
+    def storage_dims(self) -> list[int]:
+        """Dimensions from the slowest to the fastest in storage; ``[0, 1, ...]`` if contiguous."""
+        return sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], -self.shape[d]))
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The groups whose ranks together hold a tensor of shape ``seen``."""
         return (self.group, *self._splits) if self.reads_whole else (self.group,)
