@@ -19,7 +19,6 @@ def own_slice(full: Tensor, spec: ShardSpec) -> Tensor:
 
 def part_slice(full: Tensor, spec: ShardSpec) -> Tensor:
     """Cut this rank's elements from what it would hold without sharding."""
-    flat = (
-        full.to_dense().expand(spec.shape).permute(spec.storage_dims).reshape(-1)
-    )  # if it is sparse
+    dense = full.to_dense()  # if it is sparse
+    flat = dense.expand(spec.shape).permute(spec.storage_dims).reshape(-1)
     return flat[spec.start : spec.stop]
