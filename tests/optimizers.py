@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Update = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], None]
 
-
-class Elementwise(torch.optim.Optimizer):
+class PerParameter(torch.optim.Optimizer):
     """Calls ``update(p, grad, state, group)`` for each parameter with a gradient."""
 
     settings: dict[str, Any] = {}
@@ -47,7 +45,7 @@ def count(state: dict[str, Any]) -> int:
     return state["step"]
 
 
-class Lion(Elementwise):
+class Lion(PerParameter):
     """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -57,7 +55,7 @@ class Lion(Elementwise):
         mean.lerp_(grad, 0.01)
 
 
-class Adan(Elementwise):
+class Adan(PerParameter):
     """Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm", 2022."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -72,7 +70,7 @@ class Adan(Elementwise):
         state["previous"] = grad.clone()
 
 
-class Sophia(Elementwise):
+class Sophia(PerParameter):
     """Liu et al., "Sophia", 2023, with the squared gradient as the estimate of the Hessian."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -84,7 +82,7 @@ class Sophia(Elementwise):
         p.addcmul_(mean.sign(), ratio, value=-group["lr"])
 
 
-class AdaBelief(Elementwise):
+class AdaBelief(PerParameter):
     """Zhuang et al., "AdaBelief Optimizer", 2020."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -95,7 +93,7 @@ class AdaBelief(Elementwise):
         p.addcdiv_(mean, scale, value=-group["lr"] / (1 - 0.9**step))
 
 
-class Lamb(Elementwise):
+class Lamb(PerParameter):
     """You et al., "Large Batch Optimization for Deep Learning", 2019: one norm ratio a tensor."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -107,7 +105,7 @@ class Lamb(Elementwise):
         p.sub_(update * ratio, alpha=group["lr"])
 
 
-class Lars(Elementwise):
+class Lars(PerParameter):
     """You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -117,7 +115,7 @@ class Lars(Elementwise):
         p.sub_(momentum)
 
 
-class Amos(Elementwise):
+class Amos(PerParameter):
     """Tian and Parikh, "Amos", 2022, in short: mean squares of whole tensors, kept as ``()``."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -247,7 +245,7 @@ class DAdaptSGD(torch.optim.Optimizer):
             group["d"] = max(group["d"], 2 * numerator / math.sqrt(norm))
 
 
-class ScheduleFree(Elementwise):
+class ScheduleFree(PerParameter):
     """Defazio et al., "The Road Less Scheduled", 2024, with SGD and the average at ``p``."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -258,7 +256,7 @@ class ScheduleFree(Elementwise):
         state["z"].sub_(grad, alpha=group["lr"])
 
 
-class Kron(Elementwise):
+class Kron(PerParameter):
     """Li, "Preconditioned Stochastic Gradient Descent", in short: a list of triangular factors."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import structured
+from optimizers import PerParameter
 
 
 def inverse_root(matrix: Tensor, power: int, eps: float) -> Tensor:
@@ -17,32 +18,25 @@ def inverse_root(matrix: Tensor, power: int, eps: float) -> Tensor:
     return (vectors * values.clamp(min=eps).pow(-1.0 / power)) @ vectors.T
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(PerParameter):
     """Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018.
 
     For matrices: L += G G^T, R += G^T G, W -= lr L^(-1/4) G R^(-1/4).
     """
 
-    def __init__(self, params: Any, lr: float = 0.1, eps: float = 1e-4) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps})
+    settings = {"eps": 1e-4}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, grad = self.state[p], p.grad
-                if not state:
-                    state["step"] = 0
-                    state["left"] = group["eps"] * torch.eye(p.shape[0], dtype=p.dtype)
-                    state["right"] = group["eps"] * torch.eye(p.shape[1], dtype=p.dtype)
-                state["step"] += 1
-                state["left"] += grad @ grad.T
-                state["right"] += grad.T @ grad
-                left = inverse_root(state["left"], 4, group["eps"])
-                right = inverse_root(state["right"], 4, group["eps"])
-                p.sub_(left @ grad @ right, alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = 0
+            state["left"] = group["eps"] * torch.eye(p.shape[0], dtype=p.dtype)
+            state["right"] = group["eps"] * torch.eye(p.shape[1], dtype=p.dtype)
+        state["step"] += 1
+        state["left"] += grad @ grad.T
+        state["right"] += grad.T @ grad
+        left = inverse_root(state["left"], 4, group["eps"])
+        right = inverse_root(state["right"], 4, group["eps"])
+        p.sub_(left @ grad @ right, alpha=group["lr"])
 
 
 def basis(vectors: Tensor) -> Tensor:
@@ -50,29 +44,14 @@ def basis(vectors: Tensor) -> Tensor:
     return vectors.contiguous()
 
 
-class Soap(torch.optim.Optimizer):
+class Soap(PerParameter):
     """Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, algorithm 3.
 
     Adam in the eigenbasis of Shampoo's two statistics; the basis is refreshed by one step of power
     iteration and a QR decomposition.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        every: int = 2,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "every": every})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
+    settings = {"betas": (0.9, 0.95), "eps": 1e-8, "every": 2}
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         first, second = group["betas"]
@@ -98,28 +77,21 @@ class Soap(torch.optim.Optimizer):
             state["right_basis"] = basis(torch.linalg.qr(state["right"] @ right)[0])
 
 
-class RowAdagrad(torch.optim.Optimizer):
+class RowAdagrad(PerParameter):
     """Adagrad with one accumulator per row, as for embedding tables; ``width`` elements a row.
 
     Takes matrices, or whole rows of one as a flat tensor with ``width`` in its group.
     """
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "width": 0})
+    settings = {"width": 0}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                rows = p.view(-1, group["width"] or p.shape[-1])
-                grad = p.grad.view_as(rows)
-                state = self.state[p]
-                if not state:
-                    state["rows"] = torch.zeros(len(rows), 1, dtype=p.dtype)
-                state["rows"] += grad.square().mean(1, keepdim=True)
-                rows.sub_(grad / (state["rows"].sqrt() + 1e-8), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        rows = p.view(-1, group["width"] or p.shape[-1])
+        grad = grad.view_as(rows)
+        if not state:
+            state["rows"] = torch.zeros(len(rows), 1, dtype=p.dtype)
+        state["rows"] += grad.square().mean(1, keepdim=True)
+        rows.sub_(grad / (state["rows"].sqrt() + 1e-8), alpha=group["lr"])
 
 
 BLOCK = 256
@@ -157,42 +129,29 @@ def dequantise(codes: Tensor, scale: Tensor, book: Tensor) -> Tensor:
     return book[codes.int()] * scale.repeat_interleave(BLOCK)[: codes.numel()]
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(PerParameter):
     """AdamW with both moments in 8 bits, by blocks of 256 elements with a scale each."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.1,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    settings = {"betas": (0.9, 0.99), "weight_decay": 0.1}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, grad = self.state[p], p.grad.reshape(-1).float()
-                if not state:
-                    state["step"] = torch.zeros(())
-                    for key, book in (("mean", SIGNED), ("square", UNSIGNED)):
-                        zeros = torch.zeros_like(grad)
-                        state[key], state[f"{key}_scale"] = quantise(zeros, book)
-                state["step"] += 1
-                step = state["step"].item()
-                mean = dequantise(state["mean"], state["mean_scale"], SIGNED)
-                square = dequantise(state["square"], state["square_scale"], UNSIGNED)
-                mean.lerp_(grad, 1 - first)
-                square.lerp_(grad.square(), 1 - second)
-                state["mean"], state["mean_scale"] = quantise(mean, SIGNED)
-                state["square"], state["square_scale"] = quantise(square, UNSIGNED)
-                update = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + 1e-8)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(update.view(p.shape).to(p.dtype), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        grad = grad.reshape(-1).float()
+        if not state:
+            state["step"] = torch.zeros(())
+            for key, book in (("mean", SIGNED), ("square", UNSIGNED)):
+                state[key], state[f"{key}_scale"] = quantise(torch.zeros_like(grad), book)
+        state["step"] += 1
+        step = state["step"].item()
+        mean = dequantise(state["mean"], state["mean_scale"], SIGNED)
+        square = dequantise(state["square"], state["square_scale"], UNSIGNED)
+        mean.lerp_(grad, 1 - first)
+        square.lerp_(grad.square(), 1 - second)
+        state["mean"], state["mean_scale"] = quantise(mean, SIGNED)
+        state["square"], state["square_scale"] = quantise(square, UNSIGNED)
+        change = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + 1e-8)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(change.view(p.shape).to(p.dtype), alpha=group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the dtypes: torch casts state to that of the parameter."""

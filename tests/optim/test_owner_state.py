@@ -204,7 +204,7 @@ def local_run(kind: str, sharded: bool, block: Any) -> tuple[nn.Module, torch.op
         return model, structured.AdamW8bit(params)
     widths = [p.shape[-1] if p.ndim > 1 else 1 for p in model.parameters()]
     groups = [{"params": [p], "width": w} for p, w in zip(params, widths)]
-    return model, structured.RowAdagrad(groups)
+    return model, structured.RowAdagrad(groups, lr=0.1)
 
 
 def train_local(model: nn.Module, optim: torch.optim.Optimizer, *seeds: int) -> list[Tensor]:

@@ -20,20 +20,14 @@ from fsdp_compose.sharded import ShardedWeightError
 
 from harness import run_ranks
 from models import WIDTH, Tower, by_block, data, seeded, square
+from optimizers import PerParameter
 
 
-class Whitening(torch.optim.Optimizer):
+class Whitening(PerParameter):
     """An optimizer that needs matrices."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-3})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(self.direction(p.grad), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(self.direction(grad), alpha=group["lr"])
 
     def direction(self, grad: Tensor) -> Tensor:
         return grad @ grad.T @ grad if grad.ndim == 2 else grad
