@@ -369,7 +369,7 @@ def test_mixed_precision_and_prefetch_check_values() -> None:
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(ValueError, match="forward=-1"):
         Prefetch(forward=-1)
-    with pytest.raises(ValueError, match="backward_moment"):
+    with pytest.raises(ValueError, match="backward_moment is 'later'"):
         Prefetch(backward_moment="later")
 
 

@@ -116,6 +116,20 @@ def ignore_torch_warnings() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 
 
+def assert_bit_equal(
+    mine: Callable[[GPT], nn.Module], theirs: Callable[[GPT], nn.Module], accumulate: int = 1
+) -> None:
+    def ranks(rank: int) -> None:
+        ignore_torch_warnings()
+        found, wanted = (run(rank, wrapper, accumulate) for wrapper in (mine, theirs))
+        assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
+        assert list(found[1]) == list(wanted[1])
+        for name, value in found[1].items():
+            assert torch.equal(value, wanted[1][name]), name
+
+    run_ranks(ranks, 2)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_bit_equal_to_fsdp2_at_two_ranks(checkpointing: bool) -> None:
     """The sum of two numbers has one order; all else is the same arithmetic."""
@@ -127,26 +141,11 @@ def test_bit_equal_to_fsdp2_at_two_ranks(checkpointing: bool) -> None:
 
         return wrapped
 
-    def ranks(rank: int) -> None:
-        ignore_torch_warnings()
-        mine, theirs = (run(rank, with_checkpointing(w)) for w in (ours, torch_fsdp2))
-        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
-        assert list(mine[1]) == list(theirs[1])
-        for name, value in mine[1].items():
-            assert torch.equal(value, theirs[1][name]), name
-
-    run_ranks(ranks, 2)
+    assert_bit_equal(with_checkpointing(ours), with_checkpointing(torch_fsdp2))
 
 
 def test_bit_equal_to_fsdp2_with_gradient_accumulation() -> None:
-    def ranks(rank: int) -> None:
-        ignore_torch_warnings()
-        mine, theirs = (run(rank, w, accumulate=2) for w in (ours, torch_fsdp2))
-        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
-        for name, value in mine[1].items():
-            assert torch.equal(value, theirs[1][name]), name
-
-    run_ranks(ranks, 2)
+    assert_bit_equal(ours, torch_fsdp2, accumulate=2)
 
 
 def test_bit_equal_to_fsdp2_in_bf16() -> None:
@@ -159,14 +158,7 @@ def test_bit_equal_to_fsdp2_in_bf16() -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return torch_fsdp2(model, mp_policy=policy)
 
-    def ranks(rank: int) -> None:
-        ignore_torch_warnings()
-        mine, theirs = (run(rank, w) for w in (mixed_ours, mixed_theirs))
-        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
-        for name, value in mine[1].items():
-            assert torch.equal(value, theirs[1][name]), name
-
-    run_ranks(ranks, 2)
+    assert_bit_equal(mixed_ours, mixed_theirs)
 
 
 @pytest.mark.parametrize("world", [2, 4])

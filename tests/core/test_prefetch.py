@@ -219,13 +219,6 @@ def test_lists_want_units() -> None:
             set_backward_prefetch(model, model.blocks[0])
 
 
-def test_a_prefetch_that_is_malformed() -> None:
-    with pytest.raises(ValueError, match="forward=-1"):
-        Prefetch(forward=-1)
-    with pytest.raises(ValueError, match="'before'"):
-        Prefetch(backward_moment="before")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("moment", ["pre", "post"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_units_ahead_never_exceed_the_depth(depth: int, moment: Any) -> None:

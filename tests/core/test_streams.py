@@ -32,6 +32,7 @@ from fsdp_compose.scopes import comm_hooks
 
 from harness import rank_errors, run_ranks
 from models import (
+    Checkpointed,
     ThreeBuckets,
     Tower,
     assert_at_rest,
@@ -43,15 +44,6 @@ from models import (
     square,
     units,
 )
-
-
-class Checkpointed(Tower):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
 
 TOGETHER = {"transport": AT_ONCE, "mp_policy": MixedPrecision(torch.float64, torch.float64)}
 
@@ -91,7 +83,7 @@ def train(rank: int, world: int, build: Callable[[], nn.Module], options: dict[s
 
 CELLS: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module]]] = {
     "default": (2, {}, Tower),
-    "checkpointed": (2, {}, Checkpointed),
+    "checkpointed": (2, {}, lambda: Checkpointed("outside", False, depth=3)),
     "kept": (2, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, Tower),
     "no shard": (2, {"strategy": ShardingStrategy.NO_SHARD}, Tower),
     "hybrid": (4, {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)}, Tower),
