@@ -13,7 +13,7 @@ from fsdp_compose.base.arguments import check_function
 from fsdp_compose.base.policy import name_pattern
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import list_ignored
-from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
+from fsdp_compose.construct.trace import TracingConfig, trace_execution_order
 
 UnitOptions = dict[str, Any]
 Decision = bool | UnitOptions
@@ -238,34 +238,21 @@ def by_execution_order(
 
     def start(root: nn.Module) -> Decide:
         order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
-        clean, spans = name_cleaner(root), _find_spans(root, order)
+        clean = name_cleaner(root)
         called = {clean(f"{name}.")[:-1] for name in order.modules}
+        parameters = dict(root.named_parameters(remove_duplicate=False))
+        uses = [id(parameters[name]) for _, name in order.uses]
 
         def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
             if numel < min_numel or fqn not in called:
                 return False
             inside = {id(p) for p in module.parameters()}
-            ends = [spans[key] for key in inside if key in spans]
-            if not ends:
-                return False
-            first, last = min(a for a, _ in ends), max(b for _, b in ends)
-            return all(id(p) in inside for p in uses[first : last + 1])
+            places = [place for place, used in enumerate(uses) if used in inside]
+            return bool(places) and places[-1] - places[0] + 1 == len(places)
 
-        parameters = dict(root.named_parameters(remove_duplicate=False))
-        uses = [parameters[name] for _, name in order.uses]
         return decide
 
     return Policy(start, f"by_execution_order(min_numel={min_numel})", (nn.MultiheadAttention,))
-
-
-def _find_spans(root: nn.Module, order: ExecutionOrder) -> dict[int, tuple[int, int]]:
-    """Find the positions of each parameter's first and last use."""
-    parameters = dict(root.named_parameters(remove_duplicate=False))
-    spans: dict[int, tuple[int, int]] = {}
-    for position, (_, name) in enumerate(order.uses):
-        key = id(parameters[name])
-        spans[key] = (spans.get(key, (position, position))[0], position)
-    return spans
 
 
 def _read_options(options: UnitOptions, where: str) -> UnitOptions:
