@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -35,8 +35,6 @@ class Activations:
     forward: int
     backward: int
     kept: int
-
-    DERIVED: ClassVar = ()
 
 
 def measure_activations(

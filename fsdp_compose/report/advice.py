@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,8 +49,6 @@ class Advice:
     saved_traffic: int
     saved_collectives: int
     paste: str
-
-    DERIVED: ClassVar = ()
 
     def __str__(self) -> str:
         found = [f"{size(self.saved_bytes)} less at the peak"] if self.saved_bytes > 0 else []
@@ -234,8 +232,6 @@ class Accumulation:
     keep: str
     held: int
     moved: int
-
-    DERIVED: ClassVar = ()
 
 
 def price_accumulation(survey: Survey) -> tuple[Accumulation, ...]:

@@ -45,15 +45,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        return (
-            self.gathered
-            + self.encoded
-            + self.spread
-            + self.gradients
-            + self.packed
-            + self.received
-            + self.reduced
-        )
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -63,8 +55,6 @@ class PlannedMoment:
     phase: str
     unit: str
     peak: Peak
-
-    DERIVED: ClassVar = ()
 
 
 @dataclass
