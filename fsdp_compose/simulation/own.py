@@ -32,34 +32,18 @@ _SHARED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Own:
     """One rank's state, while another rank runs; ``leave`` and ``enter`` exchange it."""
 
-    def __init__(
-        self,
-        environment: dict[str, str | None],
-        process: dict[str, Any],
-        world: Any,
-        torch_random: torch.Tensor,
-        python_random: Any,
-        numpy_generator: Any,
-    ) -> None:
+    def __init__(self, environment: dict[str, str | None]) -> None:
         self.environment = environment
-        self.process = process
-        self.world = world
-        self.torch_random = torch_random
-        self.python_random = python_random
-        self.numpy_generator = numpy_generator
-        self.filters = list(warnings.filters)
-        self.main = sys.modules.get("__main__")
-        self.dtype = torch.get_default_dtype()
-        self.dispatch = _copy_dispatch()
+        self.leave()
 
     def leave(self) -> None:
         """Keep what the rank that runs has, before another one runs."""
         self.process = here.__dict__
-        self.world = get_world()
+        self.world: Any = get_world()
         self.torch_random = torch.get_rng_state()
-        self.python_random = random.getstate()
+        self.python_random: Any = random.getstate()
         self.numpy_generator = _numpy_generator()
-        self.filters = warnings.filters  # type: ignore[assignment]
+        self.filters: Any = warnings.filters
         self.main = sys.modules.get("__main__")
         self.dtype = torch.get_default_dtype()
         self.dispatch = get_dispatch()
@@ -105,9 +89,7 @@ def _legacy_generator(numpy: Any, seed: int) -> Any:
 def caller() -> Own:
     """What this process has now, to be given back at the end."""
     names = ("RANK", "LOCAL_RANK", *_SHARED)
-    own = Own({n: os.environ.get(n) for n in names}, {}, None, torch.get_rng_state(), None, None)
-    own.leave()
-    return own
+    return Own({n: os.environ.get(n) for n in names})
 
 
 def share_environment(size: int) -> None:
@@ -121,6 +103,7 @@ def new_rank(rank: int, seed: int, clock: Clock, simulated: Any) -> Own:
 
     Its random number generators are seeded with ``seed``, on every rank alike.
     """
+    own = Own({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     # Torch's and Python's own tables belong to the process, so what was added to them does too.
     process = Process(
         watch=NoWatch(),
@@ -130,12 +113,11 @@ def new_rank(rank: int, seed: int, clock: Clock, simulated: Any) -> Own:
         clock=clock,
         simulated=simulated,
     )
-    numpy = sys.modules.get("numpy")
-    return Own(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        vars(process),
-        RankWorld(),
-        torch.Generator().manual_seed(seed).get_state(),
-        random.Random(seed).getstate(),
-        None if numpy is None else _legacy_generator(numpy, seed),
-    )
+    own.process = vars(process)
+    own.world = RankWorld()
+    own.torch_random = torch.Generator().manual_seed(seed).get_state()
+    own.python_random = random.Random(seed).getstate()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        own.numpy_generator = _legacy_generator(numpy, seed)
+    own.filters, own.dispatch = list(warnings.filters), _copy_dispatch()
+    return own
