@@ -42,8 +42,8 @@ class SimulatedGroup(_ProcessGroup):
         super().__init__(rank, size)
         self.network = here.simulated
         self.key = store.get(WHERE).decode()
-        self.channel = self.network.channel(self.key, rank, size)
-        self.own_rank = rank
+        self.joined = self.network.join(self.key, rank)
+        self.own_rank, self.own_size = rank, size
         self.calls = 0
         self.description = ""
         self.messages: dict[tuple[object, ...], int] = {}
@@ -98,13 +98,12 @@ class SimulatedGroup(_ProcessGroup):
 
     def _members(self) -> tuple[int, ...]:
         """World ranks of the group, by their rank in it."""
-        size = self.channel.size
         if self.options.global_ranks_in_group:
             return tuple(self.options.global_ranks_in_group)
-        if size == self.network.size:
-            return tuple(range(size))
-        found = self.channel.members  # of a group that torch does not list: those that have joined
-        return tuple(found.get(r, -1) for r in range(size))
+        if self.own_size == self.network.size:
+            return tuple(range(self.own_size))
+        # Of a group that torch does not list: those that have joined.
+        return tuple(self.joined.get(r, -1) for r in range(self.own_size))
 
     def _call(
         self,
@@ -199,20 +198,14 @@ class SimulatedGroup(_ProcessGroup):
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> SimulatedWork:
-        parts = output.detach().view(-1).chunk(self.channel.size)
+        parts = output.detach().view(-1).chunk(self.own_size)
         work = self._call("all_gather", [given.view(-1)], parts, _move_all_gather, opts)
         work.outputs = [output]
         return work
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         flat = [tensor for part in outputs for tensor in part]
-
-        def move(parts: dict[int, Contribution]) -> None:
-            for part in parts.values():
-                for index, into in enumerate(part.received):
-                    copy(into, parts[index // len(inputs)].sent[index % len(inputs)])
-
-        return self._call("all_gather_coalesced", inputs, flat, move, opts)
+        return self._call("all_gather_coalesced", inputs, flat, _move_all_gather, opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -255,7 +248,7 @@ class SimulatedGroup(_ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> SimulatedWork:
-        parts = given.detach().view(-1).chunk(self.channel.size)
+        parts = given.detach().view(-1).chunk(self.own_size)
         return self.reduce_scatter([output], [list(parts)], opts)
 
     def reduce_scatter_single_coalesced(
@@ -284,8 +277,7 @@ class SimulatedGroup(_ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> SimulatedWork:
-        into, source = output.detach(), given.detach()
-        size = self.channel.size
+        into, source, size = output.detach(), given.detach(), self.own_size
         received = into.split(output_sizes) if output_sizes else into.chunk(size)
         sent = source.split(input_sizes) if input_sizes else source.chunk(size)
         work = self._exchange_pieces(received, sent, opts)
@@ -329,5 +321,6 @@ def _move_message(parts: dict[int, Contribution]) -> None:
 
 def _move_all_gather(parts: dict[int, Contribution]) -> None:
     for part in parts.values():
-        for rank, into in enumerate(part.received):
-            copy(into, parts[rank].sent[0])
+        for index, into in enumerate(part.received):  # rank by rank all that it sent
+            rank, number = divmod(index, len(part.sent))
+            copy(into, parts[rank].sent[number])

@@ -69,22 +69,13 @@ class SimulatedExchange:
             self.parts = {}
 
 
-@dataclass(eq=False)
-class Channel:
-    """A process group as the network sees it: the world's ranks that have joined, by group rank."""
-
-    key: str
-    size: int
-    members: dict[int, int] = field(default_factory=dict)
-
-
 class Network:
     """Every exchange that is not over, and the faults that strike them."""
 
     def __init__(self, scheduler: Scheduler, size: int, faults: Sequence[Fault]) -> None:
         self.scheduler, self.size = scheduler, size
         self.exchanges: dict[Hashable, SimulatedExchange] = {}
-        self.channels: dict[str, Channel] = {}
+        self.joined: defaultdict[str, dict[int, int]] = defaultdict(dict)  # by name of the group
         self.events: defaultdict[int, int] = defaultdict(int)  # begun, by rank
         self.faults: dict[tuple[int, int], list[Fault]] = {}
         self.gone: dict[int, str] = {}  # how each rank that is over ended
@@ -99,11 +90,10 @@ class Network:
         assert task is not None
         return task.rank
 
-    def channel(self, key: str, rank: int, size: int) -> Channel:
-        """The group named ``key``, which the rank that runs has joined as ``rank``."""
-        channel = self.channels.setdefault(key, Channel(key, size))
-        channel.members[rank] = self.rank
-        return channel
+    def join(self, key: str, rank: int) -> dict[int, int]:
+        """Join the group named ``key`` as ``rank``; ranks of the world that have, by rank in it."""
+        self.joined[key][rank] = self.rank
+        return self.joined[key]
 
     def post(
         self,
