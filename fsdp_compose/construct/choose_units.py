@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_compose.base.arguments import check_function, describe_value
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.mesh import require_group
+from fsdp_compose.base.modules import walk
 from fsdp_compose.base.policy import (
     INITS,
     ByName,
@@ -352,22 +353,6 @@ def _override_options(options: Options, overrides: dict[str, Any], name: str) ->
             fused=outer.fused,
         )
     return replace(options, **changed)
-
-
-def walk(module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules in registration order, each once, without the subtrees that ``skip`` names."""
-    return _walk("", module, skip, {id(module)})
-
-
-def _walk(
-    name: str, module: nn.Module, skip: Callable[[nn.Module], bool], seen: set[int]
-) -> Iterator[tuple[str, nn.Module]]:
-    # A nested function that calls itself is a cycle, which would keep the model alive.
-    yield name, module
-    for child_name, child in module.named_children():
-        if id(child) not in seen and not skip(child):
-            seen.add(id(child))
-            yield from _walk(f"{name}.{child_name}" if name else child_name, child, skip, seen)
 
 
 def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.base.exchange import check_exchangeable
+from fsdp_compose.base.modules import walk
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
@@ -163,20 +164,10 @@ def find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {id(values): unit for unit in list_all_units() for values, _, _ in unit.links.places}
     found: dict[int, Unit] = {}
-    pending = [module]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
+    for _, current in walk(module, lambda child: not recurse and find_state(child) is not None):
         unit = by_slots.get(id(parameter_slots(current)))
         if unit is not None:
             found.setdefault(id(unit), unit)
-        children = list(current.children())
-        if not recurse:
-            children = [child for child in children if find_state(child) is None]
-        pending += reversed(children)
     units = list(found.values())
     for unit in units:  # grows while it is walked
         mine = {id(bucket) for bucket in unit.gathered}

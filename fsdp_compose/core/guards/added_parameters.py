@@ -7,6 +7,7 @@ compares the contents of the modules' dictionaries with what the last full look 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compose.base.modules import walk
 from fsdp_compose.base.torch_private import (
     backward_hook_tables,
     child_slots,
@@ -70,7 +72,7 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
         RuntimeError: naming a parameter of the copy that the unit does not gather.
     """
     known = {(id(values), name) for values, name, _ in unit.links.places}
-    for name, value in _find_unknown(unit, list_managed_from(unit, module), known):
+    for name, value in _find_unknown(unit, walk(module, partial(_is_apart, unit)), known):
         raise RuntimeError(
             f"unit {unit.name!r}: forward was called on a copy of its {type(module).__name__} that "
             "was made by copy.copy or from its __dict__. The copy runs the unit of the original, "
@@ -82,26 +84,11 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
 
 def list_managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
     """List the modules whose parameters belong to the unit, with their names in it."""
-    return list_managed_from(unit, *[ref() for ref in unit.modules])
-
-
-def list_managed_from(unit: Unit, *roots: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
-    """List ``roots`` and the modules inside them that belong to no other unit."""
     seen: set[int] = set()
-    for position, root in enumerate(roots):
-        pending = [] if root is None else [(str(position) if len(roots) > 1 else "", root)]
-        while pending:
-            name, module = pending.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            yield name, module
-            inner = [
-                (f"{name}.{key}" if name else key, child)
-                for key, child in child_slots(module).items()
-                if child is not None and not _is_apart(unit, child)
-            ]
-            pending += reversed(inner)
+    for position, ref in enumerate(unit.modules):
+        root, name = ref(), str(position) if len(unit.modules) > 1 else ""
+        if root is not None:
+            yield from walk(root, partial(_is_apart, unit), name, seen)
 
 
 def _is_apart(unit: Unit, child: nn.Module) -> bool:

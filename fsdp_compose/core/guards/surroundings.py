@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compose.base.modules import walk
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import child_slots, parameter_slots
+from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.base.torch_stack import calling_modules
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.core.guards.added_parameters import is_ignored
@@ -91,14 +92,11 @@ def check_surroundings(module: nn.Module, caller: str) -> None:
 def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
     """List the names of trainable parameters that no unit has or was told to ignore."""
     known = {(id(values), name) for unit in units for values, name, _ in unit.links.places}
-    pending = [("", module)]
-    seen: set[int] = set()
-    while pending:
-        prefix, current = pending.pop()
-        replicated = isinstance(current, DistributedDataParallel)
-        if id(current) in seen or replicated or any(is_ignored(u, current) for u in units):
-            continue
-        seen.add(id(current))
+
+    def is_averaged(one: nn.Module) -> bool:
+        return isinstance(one, DistributedDataParallel) or any(is_ignored(u, one) for u in units)
+
+    for path, current in () if is_averaged(module) else walk(module, is_averaged):
         values = parameter_slots(current)
         for name, value in values.items():
             if (
@@ -109,6 +107,4 @@ def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
                 and not is_whole(value)
                 and not any(is_ignored(u, value) for u in units)
             ):
-                yield prefix + name
-        children = [(f"{prefix}{n}.", c) for n, c in child_slots(current).items() if c is not None]
-        pending += reversed(children)
+                yield f"{path}.{name}" if path else name
