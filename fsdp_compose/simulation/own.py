@@ -32,6 +32,16 @@ _SHARED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Own:
     """One rank's state, while another rank runs; ``leave`` and ``enter`` exchange it."""
 
+    process: dict[str, Any]
+    world: Any
+    torch_random: torch.Tensor
+    python_random: Any
+    numpy_generator: Any
+    filters: Any
+    main: Any
+    dtype: torch.dtype
+    dispatch: dict[str, Any] | None
+
     def __init__(self, environment: dict[str, str | None]) -> None:
         self.environment = environment
         self.leave()
@@ -39,11 +49,11 @@ class Own:
     def leave(self) -> None:
         """Keep what the rank that runs has, before another one runs."""
         self.process = here.__dict__
-        self.world: Any = get_world()
+        self.world = get_world()
         self.torch_random = torch.get_rng_state()
-        self.python_random: Any = random.getstate()
+        self.python_random = random.getstate()
         self.numpy_generator = _numpy_generator()
-        self.filters: Any = warnings.filters
+        self.filters = warnings.filters
         self.main = sys.modules.get("__main__")
         self.dtype = torch.get_default_dtype()
         self.dispatch = get_dispatch()
