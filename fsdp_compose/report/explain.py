@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -199,15 +199,14 @@ def _explain_hold(unit: Unit, why: Hold) -> str:
 
 def held_gradients(unit: Unit) -> int:
     """Bytes of the storages behind ``.grad``, each once: slices of a bucket share one."""
-    storages: dict[int, int] = {}
     with raw():
-        for bucket in unit.buckets:
-            for entry in bucket.entries:
-                grad = get_grad(entry.param)
-                if grad is not None:
-                    storage = grad.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+        grads = [get_grad(entry.param) for bucket in unit.buckets for entry in bucket.entries]
+        return _storage_bytes([grad for grad in grads if grad is not None])
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:
@@ -222,12 +221,8 @@ def _is_stale(unit: Unit, bucket: Bucket) -> bool:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    storages: dict[int, int] = {}
     with raw():
-        for value in find_tensors(list(optimizer.state.values()))[0]:
-            storage = part_of(value).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+        return _storage_bytes(map(part_of, find_tensors(list(optimizer.state.values()))[0]))
 
 
 def _count_other(survey: Survey) -> int:

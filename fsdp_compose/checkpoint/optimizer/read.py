@@ -127,10 +127,6 @@ class _Holding:
     held: list[tuple[Member, dict[Any, Any]]]
     rows: set[str]
 
-    @property
-    def has_raw(self) -> bool:
-        return any(member.is_raw for member, _ in self.held)
-
 
 @dataclass
 class NamedState:
@@ -261,7 +257,7 @@ def _collect_on_all(module: nn.Module, optim: OptimLike) -> NamedState:
     with SharedErrors(*groups, what="optim_state_dict"):
         holdings = _read_holdings(module, optim)
     # Where a slice is short its shape does not tell of rows; then another rank's does.
-    if any(holding.has_raw for holding in holdings):
+    if any(member.is_raw for holding in holdings for member, _ in holding.held):
         for group in groups:
             rows_here = [holding.rows for holding in holdings]
             for theirs in gather_objects(rows_here, group, "optim_state_dict"):
