@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from fsdp_compose import (
-    fully_shard,
-)
+from fsdp_compose import fully_shard
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core import gathering
-from fsdp_compose.core.guards import inner_backward
+from fsdp_compose.core.guards import collective_log, inner_backward
 from fsdp_compose.core.schedule import Hold, Schedule
 from fsdp_compose.core.state import Engine
 
 from harness import run_ranks
-from models import (
-    Block,
-    Tower,
-    data,
-    square,
-    units,
-)
+from models import Block, Tower, data, square, units
 
 
 @contextmanager
@@ -54,6 +47,28 @@ def events() -> Iterator[list[str]]:
         patch.setattr(inner_backward, "open_backward", open_backward)
         patch.setattr(Schedule, "leave_backward", leave_backward)
         yield log
+
+
+def compare_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have what ranks compare arrive later than the host goes on; lists what it then waits for."""
+    waits: list[str] = []
+    compare = collective_log.Log._compare
+
+    class Mark:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            waits.append(self.name)
+
+    def later(log: collective_log.Log, code: int) -> Any:
+        comparison = compare(log, code)
+        comparison.mark = Mark(f"step {comparison.step}")
+        return comparison
+
+    monkeypatch.setattr(collective_log.Log, "_compare", later)
+    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+    return waits
 
 
 def watch_forward(model: nn.Module, log: list[str]) -> None:

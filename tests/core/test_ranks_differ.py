@@ -20,7 +20,6 @@ from fsdp_compose import (
 )
 from fsdp_compose.base.process import Process, here
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import TRIAL_PASSES
 from fsdp_compose.core.guards.rank_differences import explain_difference
 
@@ -38,7 +37,7 @@ from models import (
     square,
     units,
 )
-from watching import Branching, step
+from watching import Branching, compare_as_on_a_device, step
 
 NO_PREFETCH = Prefetch(forward=0, backward=0)
 
@@ -253,24 +252,7 @@ def test_without_point_to_point_a_step_is_compared(
 
 def test_on_an_accelerator_it_is_read_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a comparison of the step before, never for that of this one."""
-    waits: list[str] = []
-
-    class Mark:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def synchronize(self) -> None:
-            waits.append(self.name)
-
-    compare = collective_log.Log._compare
-
-    def later(log: collective_log.Log, code: int) -> Any:
-        comparison = compare(log, code)
-        comparison.mark = Mark(f"step {comparison.step}")
-        return comparison
-
-    monkeypatch.setattr(collective_log.Log, "_compare", later)
-    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+    waits = compare_as_on_a_device(monkeypatch)
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Branching), prefetch=NO_PREFETCH)

@@ -14,14 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import fsdp_compose as fc
-from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.rank_differences import explain_settings
 from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import to_local
 
 from harness import run_ranks, simulate_ranks
 from models import Tower, adamw, by_block, data, seeded, sgd, square
+from watching import compare_as_on_a_device
 
 FOUND = r"settings that differ between ranks: parameter 'first.weight' of unit .* stepped with lr="
 
@@ -83,19 +82,7 @@ def test_any_setting_of_any_group(name: str, value: Any) -> None:
 
 def test_on_a_device_it_is_found_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host does not wait for the comparison of the step that it has just issued."""
-    compare = collective_log.Log._compare
-
-    class Mark:
-        def synchronize(self) -> None:
-            pass
-
-    def later(log: collective_log.Log, code: int) -> Any:
-        comparison = compare(log, code)
-        comparison.mark = Mark()
-        return comparison
-
-    monkeypatch.setattr(collective_log.Log, "_compare", later)
-    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+    compare_as_on_a_device(monkeypatch)
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))

@@ -13,13 +13,12 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
 from fsdp_compose.base.process import here
-from fsdp_compose.comm import collectives as comm
-from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.rank_differences import STEPPED, explain_difference, explain_stepped
 from fsdp_compose.sharded import to_local
 
 from harness import run_ranks, simulate_ranks
 from models import Tower, by_block, data, seeded, sgd, square, whole
+from watching import compare_as_on_a_device
 
 FOUND = r"optimizer.step\(\) was left out on rank 1 before step 3: parameter 'first.weight' of unit"
 ONE, TWO = (5, "gather", "a", "forward"), (6, "reduce", "b", "backward")
@@ -76,19 +75,7 @@ def test_a_step_left_out_is_found_over_processes() -> None:
 
 def test_on_a_device_it_is_found_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host does not wait for the comparison of the step that it has just issued."""
-    compare = collective_log.Log._compare
-
-    class Mark:
-        def synchronize(self) -> None:
-            pass
-
-    def later(log: collective_log.Log, code: int) -> Any:
-        comparison = compare(log, code)
-        comparison.mark = Mark()
-        return comparison
-
-    monkeypatch.setattr(collective_log.Log, "_compare", later)
-    monkeypatch.setattr(comm, "is_point_to_point", lambda group: False)
+    compare_as_on_a_device(monkeypatch)
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))

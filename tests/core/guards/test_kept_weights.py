@@ -346,18 +346,20 @@ class Repeats(nn.Module):
         return x
 
 
+def note_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note each look through all that Python's garbage collector knows."""
+    looks: list[int] = []
+    find = tracked.gc.get_referrers
+    monkeypatch.setattr(tracked.gc, "get_referrers", lambda *kinds: looks.append(0) or find(*kinds))
+    return looks
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_changing_graphs_are_not_always_looked_into(
     debug: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After so many kinds of graphs a forward costs what it did, except in debug mode."""
-    looks: list[int] = []
-    find = tracked.gc.get_referrers
-    monkeypatch.setattr(
-        tracked.gc,
-        "get_referrers",
-        lambda *kinds: looks.append(0) or find(*kinds),
-    )
+    looks = note_looks(monkeypatch)
 
     def ranks(rank: int) -> None:
         fc.set_debug(debug)
@@ -430,13 +432,7 @@ def test_an_early_exit_looks_through_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forward that is left early by an exception, as to read features, stays fast."""
-    looks: list[int] = []
-    find = tracked.gc.get_referrers
-    monkeypatch.setattr(
-        tracked.gc,
-        "get_referrers",
-        lambda *kinds: looks.append(0) or find(*kinds),
-    )
+    looks = note_looks(monkeypatch)
 
     class Stop(Exception):
         pass
