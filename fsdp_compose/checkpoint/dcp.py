@@ -363,7 +363,8 @@ def _request_model(
     chosen = choose_stored(source.path, contents, outlines, strict, stages)
     for name, stored in chosen.sources.items():
         current = contents.values[name]
-        source.want(keys[stored], current if isinstance(current, Tensor) else None)
+        is_read_alone = isinstance(current, Tensor) and stored not in chosen.whole
+        source.want(keys[stored], current if is_read_alone else None)
     for name in chosen.unknown:
         source.want(keys[name], None)
     known = {name: keys[stored] for name, stored in chosen.sources.items()}

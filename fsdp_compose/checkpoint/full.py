@@ -346,7 +346,8 @@ def _load(
         read: dict[str, Tensor] = {}
         for name, source in chosen.sources.items():
             if source not in read:
-                read[source] = read_for(stored[source], contents.values[name])
+                current = None if source in chosen.whole else contents.values[name]
+                read[source] = read_for(stored[source], current)
         values = {name: read[source] for name, source in chosen.sources.items()}
         unknown = {name: stored[name].read_all() for name in chosen.unknown}
     left_out = chosen.left_out

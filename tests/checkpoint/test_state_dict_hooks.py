@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import wrap
+from fsdp_compose.sharded import is_sharded
 
 from harness import simulate_ranks
 from models import seeded, whole
@@ -214,6 +216,31 @@ def test_load_hooks_do_what_they_do_in_torch(case: str, units: bool, assign: boo
         assert_same(values_of(model), values_of(plain))
         assert [id(p) for p in model.parameters()] == before
         model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+
+    simulate_ranks(body)
+
+
+def note_and_load(model: nn.Module, given: list[Tensor], state: Any, **more: Any) -> Any:
+    given += state.values()
+    return nn.Module.load_state_dict(model, state, **more)
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_load_hooks_read_whole_tensors_of_files(units: bool, tmp_path: Path) -> None:
+    """The other layer's are read as slices: a hook alone needs the whole in memory."""
+
+    def body(rank: int) -> None:
+        plain, other = seeded(LOADS["whole"]), shard(seeded(Two, 1), units)
+        plain.load_state_dict(seeded(Two, 1).state_dict())
+        fc.save_full(tmp_path / "full", other)
+        fc.save_checkpoint(tmp_path / "dcp", other)
+        for name, load in {"full": fc.load_full, "dcp": fc.load_checkpoint}.items():
+            given: list[Tensor] = []
+            model = shard(seeded(LOADS["whole"]), units)
+            model.load_state_dict = partial(note_and_load, model, given)  # type: ignore[assignment]
+            load(tmp_path / name, model)
+            assert_same(values_of(model), values_of(plain))
+            assert [is_sharded(value) for value in given] == [False, False, True, True]
 
     simulate_ranks(body)
 
