@@ -1,8 +1,9 @@
 """``save_checkpoint`` and ``load_checkpoint``: model, optimizer and anything else, in shards.
 
 On torch.distributed.checkpoint, so that its tools and other libraries read the files: the state is
-``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``, and containers.py
-says what else. A save is one commit; a load checks every file and every name before it writes.
+``{"model": ..., "optim": ..., "extra": {rank: ...}, "comm_hooks": {rank: ...}}``, of models with
+load hooks of their own the ``"versions"`` that these read, and containers.py says what else. A save
+is one commit; a load checks every file and every name before it writes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
 from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_to_load,
+    loads_by_own_code,
     require_released,
 )
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
@@ -47,7 +49,7 @@ from fsdp_compose.checkpoint.optimizer.write import (
     parts_of,
     write_optim,
 )
-from fsdp_compose.checkpoint.plain_data import is_constant, warn_of_objects
+from fsdp_compose.checkpoint.plain_data import is_constant, load_plain, warn_of_objects
 from fsdp_compose.checkpoint.ranks import (
     attend_meeting,
     begin_checkpoint_call,
@@ -167,13 +169,17 @@ def _collect_state(
     module: nn.Module, found: NamedState | None, extra: object, stages: Stages
 ) -> dict[str, Any]:
     """Collect what this rank saves: its own slices, and on the first rank what all ranks share."""
-    state: dict[str, Any] = {"model": dict(state_dict(module, "sharded"))}
+    model: Any = state_dict(module, "sharded")
+    state: dict[str, Any] = {"model": dict(model)}
     if found is not None:
         state["optim"] = found.result
     if not stages.is_first:
         state = {"model": {}, **_keep_own(state, stages.leads)}
     hooks = comm_hooks.snapshot(module)
     own = {"extra": _pickle_extra(extra), "comm_hooks": None if hooks is None else _pickle(hooks)}
+    if stages.is_first and loads_by_own_code(module):
+        known = getattr(model, "_metadata", {})
+        own["versions"] = _pickle({name: found.get("version") for name, found in known.items()})
     rank = str(stages.group.rank)
     state.update((key, {rank: value}) for key, value in own.items() if value is not None)
     return state
@@ -309,12 +315,14 @@ def _load(
         known = [found.world_size for found in manifests(root) if found.metadata == total]
         key = _extra_key(source, group, *known)
         hooks_key = _comm_hooks_key(source, module, group)
+        version_keys = _request_versions(source, module)
         source.read()
         if targets is not None:
             given = {**given, "state": _fill_outlines(given["state"], source)}
             check_read(targets, given)
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
+        versions = _read_versions(source, version_keys)
     values = {name: source.values[key] for name, key in staged.items()}
     with unchanged_by_errors(targets or []):
         with SharedErrors(group):
@@ -322,7 +330,7 @@ def _load(
                 write_optim(targets, given)
         with SharedErrors(group):
             others = {name: source.values[key] for name, key in unknown.items()}
-            left_out = write(contents, values, others, left_out, strict)
+            left_out = write(contents, values, others, left_out, strict, versions)
     if stages.is_first and any(left_out):
         _logger.warning("%s", _describe_left_out(root, left_out))
     problem = _restore_hooks(module, source, remembered)
@@ -457,6 +465,23 @@ def _comm_hooks_key(source: CheckpointSource, module: nn.Module, group: Group) -
     if key is not None:
         source.want(key, None)
     return key
+
+
+def _request_versions(source: CheckpointSource, module: nn.Module) -> list[str]:
+    """Request the versions of submodules, of each stage, where code of the module's own reads them.
+
+    Without them a load hook takes what it saved for that of an older class, and converts it again.
+    """
+    found = _find_by_rank(source, "versions") if loads_by_own_code(module) else {}
+    for key in found.values():
+        source.want(key, None)
+    return list(found.values())
+
+
+def _read_versions(source: CheckpointSource, keys: list[str]) -> dict[str, Any] | None:
+    """What ``_request_versions`` asked for, as ``state_dict()._metadata``; None if it was none."""
+    parts = [load_plain(key, io.BytesIO(to_bytes(source.values[key]))) for key in keys]
+    return {name: {"version": n} for part in parts for name, n in part.items()} or None
 
 
 def _unpickle(data: Tensor) -> Any:

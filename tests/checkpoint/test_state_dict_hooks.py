@@ -245,6 +245,36 @@ def test_load_hooks_read_whole_tensors_of_files(units: bool, tmp_path: Path) -> 
     simulate_ranks(body)
 
 
+class Converting(nn.Linear):
+    """Its weight was stored upside down before version 2."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *more: Any) -> None:
+        if meta.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"].flip(0)
+        super()._load_from_state_dict(state, prefix, meta, *more)
+
+
+def test_checkpoints_keep_the_versions_of_modules(tmp_path: Path) -> None:
+    """A hook converts what an older class saved, once; models without hooks save no versions."""
+
+    def build() -> nn.Module:
+        return shard(nn.Sequential(nn.Linear(4, 4), Converting(4, 4)), True)
+
+    def body(rank: int) -> None:
+        model, other = seeded(build), seeded(build, 1)
+        fc.save_checkpoint(tmp_path / "own", model)
+        fc.load_checkpoint(tmp_path / "own", other)
+        assert_same(values_of(other), values_of(model))
+        older = seeded(lambda: shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), True))
+        fc.save_checkpoint(tmp_path / "older", older)
+        fc.load_checkpoint(tmp_path / "older", other)
+        assert_same(values_of(other)[2], values_of(older)[2].flip(0))
+
+    simulate_ranks(body)
+
+
 def test_what_a_load_hook_leaves_wrong_is_torchs() -> None:
     """A shape that no hook put right is torch's error on every rank."""
 
