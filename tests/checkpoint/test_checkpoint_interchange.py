@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OlderProperties
 from torch.distributed.checkpoint import state_dict as dsd
 
 import fsdp_compose as fc
@@ -254,5 +257,23 @@ def test_what_other_programs_save_beside_the_model(tmp_path: Path) -> None:
         dcp.save({**both, "model": both["teacher"]}, checkpoint_id=str(tmp_path / "three"))
         load_checkpoint(tmp_path / "three", model)
         equal(state_dict(model), state_dict(second))
+        save_checkpoint(tmp_path / "ours", first)
+        dcp.save({"model": second.state_dict()}, checkpoint_id=str(tmp_path / "ours"))
+        load_checkpoint(tmp_path / "ours", model)  # what torch saved over it
+        equal(state_dict(model), state_dict(second))
+        save_checkpoint(tmp_path / "ours", first)
+        load_checkpoint(tmp_path / "ours", model)
+        equal(state_dict(model), state_dict(first))
 
     run_ranks(run, 2)
+    file = tmp_path / "ours" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        entry.properties = OlderProperties(entry.properties.dtype)
+    shutil.copytree(tmp_path / "ours", tmp_path / "older")
+    (tmp_path / "older" / ".metadata").write_bytes(pickle.dumps(metadata))  # as torch 2.2 wrote it
+    for manifest in (tmp_path / "older").glob("*/manifest.json"):
+        manifest.unlink()
+    model = Net(2)
+    load_checkpoint(tmp_path / "older", model)
+    equal(model.state_dict(), Net().state_dict())
