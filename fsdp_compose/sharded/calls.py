@@ -24,7 +24,7 @@ from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops, views
 from fsdp_compose.sharded.advice import is_called_by
-from fsdp_compose.sharded.draws import draw_into, draw_like
+from fsdp_compose.sharded.draws import draw_from, draw_into, draw_like
 from fsdp_compose.sharded.gradients import autograd_grad, backward
 from fsdp_compose.sharded.operands import (
     PLAIN_FORMATS,
@@ -294,6 +294,13 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return each if reduction == "none" else getattr(each, reduction)()
 
 
+def _activate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse the form that writes, of which ranks would not compare what they write."""
+    if any(value is True for value in (*args, *kwargs.values())):
+        refuse(func, first_spec(args, kwargs), "with inplace=True")
+    return _elementwise(func, args, kwargs)
+
+
 def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) + len(kwargs) < 3:
         refuse(func, first_spec(args, kwargs), "its result has no fixed shape")
@@ -396,21 +403,6 @@ def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return func(*args, **kwargs)
 
 
-def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not args[0].is_contiguous(*args[1:], **kwargs):
-        refuse(func, args[0]._shard_spec, "it is stored in another order")
-    return args[0]
-
-
-def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Allow padding by nothing, by which libraries fit a bias to its tied weight."""
-    tensor = kwargs["input"] if "input" in kwargs else args[0]
-    pad = kwargs["pad"] if "pad" in kwargs else args[1]
-    if any(pad) or len(pad) % 2:
-        refuse(func, tensor._shard_spec)
-    return tensor.clone()
-
-
 def _method(name: str) -> Callable[..., Any]:
     """Return a handler that calls the method ``name`` of a sharded tensor."""
     mine = getattr(ShardedTensor, name)
@@ -441,11 +433,13 @@ _handle(ops.CASTS, _cast)
 _handle([torch.empty_like], _empty_like)
 _handle(ops.DRAWING | ops.INITIAL, draw_into)
 _handle(ops.DRAWING_LIKE, draw_like)
+_handle(ops.functions("bernoulli", torch, Tensor), draw_from)
 _handle([torch.Tensor.module_load], _module_load)
 _handle(ops.FOREACH, _foreach)
 _handle(ops.functions("_amp_foreach_non_finite_check_and_unscale_", torch), _unscale)
 _handle(ops.functions("_foreach_max _foreach_norm", torch), _foreach_reduce)
 _handle(REDUCTIONS, _reduce)
+_handle(ops.ACTIVATIONS, _activate)
 _handle(ops.LOSSES, _loss)
 _handle(ops.functions("where", torch, Tensor), _where)
 _handle(ops.functions("__setitem__", Tensor), _set_item)
@@ -460,9 +454,9 @@ _handle(
 _handle(ops.functions("is_nonzero", torch), _item)
 _handle(ops.functions("new_empty new_full new_ones new_zeros", Tensor), _new)
 _handle(ops.functions("new_tensor", Tensor), _new_tensor)
-_handle(ops.functions("contiguous", Tensor), _contiguous)
+_handle(ops.functions("contiguous", Tensor), views.contiguous)
 _handle(ops.functions("data_ptr", Tensor), _data_ptr)
-_handle([torch.nn.functional.pad], _pad)
+_handle([torch.nn.functional.pad], views.pad)
 _handle(ops.VIEWS, views.view_runs)
 _handle(views.SHAPING, views.shape_as)
 _handle(ops.functions("detach_", torch, Tensor), views.detach_in_place)

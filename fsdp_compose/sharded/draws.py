@@ -24,7 +24,7 @@ from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse, require_ranks
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
 
-__all__ = ["as_first_rank", "draw_into", "draw_like", "find_generator", "in_state"]
+__all__ = ["as_first_rank", "draw_from", "draw_into", "draw_like", "find_generator", "in_state"]
 
 
 def draw_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,6 +52,19 @@ def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = _draw(func, tensor, lambda room: func(room, *rest, **settings), kwargs.get("generator"))
     local = own_slice(whole, spec).clone()
     return tag(local, spec).requires_grad_(bool(kwargs.get("requires_grad")))
+
+
+def draw_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``torch.bernoulli``, whose argument, the probability of each number, is gathered."""
+    if not args:
+        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+    tensor, *rest = args
+    _check_numbers(func, tensor, (*rest, *kwargs.values()))
+    if tensor._shard_spec.parallel is not None:
+        refuse(func, tensor._shard_spec, "it is split by tensor parallelism")
+    odds = tensor.full_tensor()
+    whole = _draw(func, tensor, lambda _: func(odds, *rest, **kwargs), kwargs.get("generator"))
+    return tag(own_slice(whole, tensor._shard_spec).clone(), tensor._shard_spec)
 
 
 def _check_numbers(func: Any, tensor: Any, rest: tuple[Any, ...]) -> None:

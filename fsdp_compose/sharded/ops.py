@@ -94,6 +94,13 @@ VIEWS = functions(
 )
 """Functions whose results are views, at least of what is stored in the order of its elements."""
 
+ACTIVATIONS = functions(
+    """celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
+    selu silu softplus softshrink softsign tanhshrink""",
+    torch.nn.functional,
+)
+"""Elementwise functions that write their operand where ``inplace`` is True."""
+
 LOSSES = functions("huber_loss l1_loss mse_loss smooth_l1_loss", torch.nn.functional)
 """Functions that compare two tensors element by element and take the mean."""
 

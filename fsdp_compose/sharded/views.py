@@ -15,8 +15,10 @@ from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag_alias
 
 __all__ = [
     "SHAPING",
+    "contiguous",
     "find_run",
     "flat_spec",
+    "pad",
     "shape_as",
     "take_run",
     "view_as_real",
@@ -141,6 +143,21 @@ def _view_bits(func: Any, tensor: Any, dtype: torch.dtype) -> Any:
         shape, stride = whole.shape, whole.stride()
         spec = replace(spec, shape=shape, stride=stride, offset=offset, shard_numel=shard_numel)
     return tag_alias(call_raw(func, (), (tensor, dtype), {}), spec, tensor)
+
+
+def contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not args[0].is_contiguous(*args[1:], **kwargs):
+        refuse(func, args[0]._shard_spec, "it is stored in another order")
+    return args[0]
+
+
+def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Allow padding by nothing, by which libraries fit a bias to its tied weight."""
+    tensor = kwargs["input"] if "input" in kwargs else args[0]
+    widths = kwargs["pad"] if "pad" in kwargs else args[1]
+    if any(widths) or len(widths) % 2:
+        refuse(func, tensor._shard_spec)
+    return tensor.clone()
 
 
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ FILLS: dict[str, Callable[[Any], Any]] = {
     "noise": lambda t: t.add_(torch.randn_like(t), alpha=0.1),
     "rand_like": lambda t: t.copy_(torch.rand_like(t)),
     "randint_like": lambda t: t.copy_(torch.randint_like(input=t, high=9)),
+    "bernoulli": lambda t: t.copy_(torch.bernoulli(torch.full_like(t, 0.3))),
     "generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(3)),
 }
 OF_MATRICES: dict[str, Callable[[Any], Any]] = {

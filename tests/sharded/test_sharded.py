@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compose.base.group import SELF, Group
@@ -81,6 +82,9 @@ def test_local_slice_shares_storage_and_version() -> None:
 UNARY = "abs neg sqrt exp tanh sigmoid sign isnan isfinite clone detach square reciprocal log1p"
 
 
+ACTIVATIONS = "relu relu6 gelu silu mish softplus logsigmoid leaky_relu elu hardtanh softsign"
+
+
 BINARY = "add sub mul div maximum minimum atan2 pow eq lt ge fmod logical_and"
 
 
@@ -94,6 +98,11 @@ def test_elementwise_equals_the_whole(ranks: int) -> None:
             for name in UNARY.split():
                 same(getattr(torch, name)(p), getattr(torch, name)(w))
                 same(getattr(p, name)(), getattr(w, name)())
+            for name in ACTIVATIONS.split():
+                found = getattr(F, name)(p).full_tensor()  # rounded by the length of a slice
+                torch.testing.assert_close(found, getattr(F, name)(w).detach())
+            with torch.no_grad(), pytest.raises(ShardedWeightError, match="inplace=True"):
+                F.relu(p, inplace=True)
             for name in BINARY.split():
                 f = getattr(torch, name)
                 same(f(p, q), f(w, v))  # sharded and sharded
