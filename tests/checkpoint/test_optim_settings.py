@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -121,6 +121,25 @@ def test_settings_that_are_tensors_are_copies() -> None:
         assert settings_of(others[1].param_groups[0]) == wanted
 
     simulate_ranks(body)
+
+
+def test_a_rate_that_groups_share_stays_shared() -> None:
+    """What is filled in one group reaches the others, as in torch; rates that differ stay apart."""
+
+    def make(model: nn.Module, *rates: Tensor) -> Optimizer:
+        groups = [{"params": [p], "lr": r} for p, r in zip(model.parameters(), rates, strict=True)]
+        return torch.optim.SGD(groups, lr=0.1, foreach=False)
+
+    def rates_of(optim: Optimizer) -> tuple[float, ...]:
+        optim.param_groups[0]["lr"].fill_(7)
+        return tuple(float(group["lr"]) for group in optim.param_groups)
+
+    model, one, other = fc.fully_shard(nn.Linear(2, 2)), torch.tensor(0.5), torch.tensor(0.25)
+    apart, together = make(model, one, other), make(model, one, one)
+    for saved, wanted in ((apart, (7.0, 0.25)), (together, (7.0, 7.0))):
+        loaded = make(model, *[torch.tensor(0.125)] * 2)
+        fc.load_optim_state_dict(model, loaded, fc.optim_state_dict(model, saved))
+        assert rates_of(loaded) == wanted
 
 
 def test_rates_that_print_alike_are_kept_apart() -> None:

@@ -417,6 +417,7 @@ def _number_parameters(
     """
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
+    shared: dict[int, Tensor] = {}
     number = 0
     for group, members in zip(optim.param_groups, groups, strict=True):
         numbers = []
@@ -429,6 +430,9 @@ def _number_parameters(
         hyper = _settings_of(group)
         saved = _find_settings(given, names, []) if members else _settings_of(next(unused, {}))
         copied = map_values(Tensor.clone, saved)
+        for key in [k for k, v in copied.items() if isinstance(v, Tensor) and k in group]:
+            first = shared.setdefault(id(group[key]), copied[key])  # one of several groups stays so
+            copied[key] = first if torch.equal(first, copied[key]) else copied[key]
         param_groups.append({**hyper, **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", LAYOUTS)}
     return {**extra, "state": state, "param_groups": param_groups}
