@@ -236,8 +236,15 @@ def connect_or_copy(
             trained = requires_grad(entry.param)
         shown[entry] = leaf = _make_leaf(entry, full, trained, options)
         if options.with_grads:
-            leaf.grad = grads[entry]
+            _give_gradient(leaf, grads[entry])
     return shown
+
+
+def _give_gradient(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give a leaf its gradient, whose dtype may be any (``grad_dtype=None``)."""
+    if grad is not None and grad.dtype != leaf.grad_dtype:
+        leaf.grad_dtype = grad.dtype
+    leaf.grad = grad
 
 
 def _make_leaf(
@@ -268,7 +275,7 @@ def _rebuild(options: ScopeOptions, entry: Entry, trained: bool) -> torch.Tensor
         return reconnect(entry, full, trained, [])
     leaf = _make_leaf(entry, full, trained, options)
     if options.with_grads:
-        leaf.grad = entry.held.grad
+        _give_gradient(leaf, entry.held.grad)
     return leaf
 
 

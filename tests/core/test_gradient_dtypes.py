@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, ShardingStrategy, declare_tensor_parallel, fully_shard
 
 from harness import rank_errors, run_ranks, simulate_ranks
@@ -119,6 +120,13 @@ def test_a_grad_dtype_that_is_set_too_late() -> None:
             assert model.weight.grad_dtype is allowed
         with pytest.raises(ValueError, match=r"'weight' .*float64 after fully_shard"):
             model.weight.grad_dtype = torch.float64
+        model.weight.grad_dtype = None
+        model.weight.grad = torch.ones(8, dtype=torch.float64)  # of any dtype now
+        with fc.gathered(model, with_grads=True, writeback=True):
+            assert model.weight.grad.dtype == torch.float64
+            model.weight.grad.mul_(3)
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((8,), 3.0).double())
+        model.weight.grad, model.weight.grad_dtype = None, torch.float32
         assert torch.equal(gradient(model, 2.0), torch.full((8,), 2.0))
 
     simulate_ranks(ranks, 2)
