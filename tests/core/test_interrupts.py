@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +177,20 @@ def test_a_step_after_an_interrupt() -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+def test_evaluation_lets_go_of_a_deleted_model() -> None:
+    """The next forward of any model lets go of what the interrupted one had gathered."""
+    left, model = (by_block(seeded(Tower)) for _ in range(2))
+    freed = weakref.ref(units(left)[0])
+    left.head.register_forward_pre_hook(partial(stop, SimpleNamespace(stops=1)))
+    with pytest.raises(KeyboardInterrupt):
+        left(data(1, 0))
+    del left
+    gc.collect()
+    with torch.no_grad():
+        model(data(0, 0))
+    assert freed() is None
 
 
 @pytest.mark.parametrize("call", [undo, refresh, partial(apply, fn=lambda module: None)], ids=str)

@@ -17,7 +17,12 @@ from torch import nn
 from torch.compiler import is_exporting
 
 from fsdp_compose.base.process import once
-from fsdp_compose.base.torch_private import SCRIPT_HOOK, graph_task_id, is_jit_tracing
+from fsdp_compose.base.torch_private import (
+    SCRIPT_HOOK,
+    graph_task_id,
+    is_jit_tracing,
+    outside_transforms,
+)
 from fsdp_compose.base.torch_stack import is_in_call, walk_stack
 from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
@@ -77,6 +82,8 @@ def check_caller(unit: Unit) -> None:
             )
         recover(engine)  # an interrupt ended that thread's forward without running its hooks
         engine.thread = get_ident()
+    elif engine.schedule.active[0].modules[0]() is None:
+        clear_deleted(engine)
     if unit.checks.is_forked:
         raise RuntimeError(f"unit {unit.name!r}: forward was called {_FORKED}")
     if is_jit_tracing():
@@ -89,6 +96,14 @@ def check_caller(unit: Unit) -> None:
             f"unit {unit.name!r}: torch.export cannot record a sharded module, "
             + _TRACED.format("Export")
         )
+
+
+def clear_deleted(engine: Engine) -> None:
+    """Let go of a forward that was interrupted, if it is of a model that was deleted since."""
+    active = engine.schedule.active
+    if active and all(ref() is None for ref in active[0].modules):
+        with outside_transforms():
+            recover(engine)
 
 
 def count_calls(heads: Collection[int]) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import outside_transforms
+from fsdp_compose.core.guards.callers import clear_deleted
 from fsdp_compose.core.guards.interrupts import clear_interrupted
-from fsdp_compose.core.passes import clear_failed_step, recover
+from fsdp_compose.core.passes import clear_failed_step
 from fsdp_compose.core.state import Unit
 
 
@@ -31,7 +31,4 @@ def clear_deleted_models() -> None:
     """
     for engine in list(here.engines.values()):
         clear_failed_step(engine)
-        active = engine.schedule.active
-        if active and not any(ref() for ref in active[0].modules):
-            with outside_transforms():
-                recover(engine)
+        clear_deleted(engine)
