@@ -252,12 +252,12 @@ def _find_device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -
 
 
 def cast_buffers(plan: UnitPlan, mp: MixedPrecision) -> None:
-    """Cast the unit's floating-point buffers; one under two names stays one."""
+    """Cast the unit's floating-point buffers that were not; one under two names stays one."""
     cast: dict[int, torch.Tensor] = {}
     for module in plan.modules if mp.buffer_dtype is not None else ():
         dtypes = module.__dict__[STATE_KEY].buffer_dtypes
         for name, submodule, key, buffer in plan.managed_buffers(module):
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and name not in dtypes:
                 dtypes[name] = buffer.dtype
                 if id(buffer) not in cast:
                     cast[id(buffer)] = buffer.to(mp.buffer_dtype)

@@ -47,10 +47,11 @@ from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.static_buffers import choose_buffers_again
-from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.units import get_state, require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.scopes.comm_hooks import forget_rounding
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import Hooks, is_sharded, set_local, tag
 
@@ -295,6 +296,7 @@ def _give_back(unit: Unit, read: set[Entry]) -> None:
             restore_parameters(bucket, gone)
         if len(gone) == sum(bool(entry.slots) for entry in bucket.entries):
             unit.buckets.remove(bucket)
+            forget_rounding(unit)
             continue
         for entry in gone:
             _pad_bucket(bucket, entry)
@@ -342,8 +344,23 @@ def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> Non
     _forget_unready_buffers(unit)
     unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
     unit.link()
-    cast_buffers(plan, unit.mp)
+    _cast_new_buffers(unit, plan)
     meta.values.update((value.key, (unit, value)) for value in values)
+
+
+def _cast_new_buffers(unit: Unit, plan: UnitPlan) -> None:
+    """Cast the buffers of new modules, and those that modules were given since they were sharded.
+
+    A module may be new under the name of one whose buffers were cast.
+    """
+    for module in plan.modules:
+        before = get_state(module).buffer_dtypes
+        for name, _, _, buffer in plan.managed_buffers(module):
+            if buffer.dtype != unit.mp.buffer_dtype:
+                before.pop(name, None)
+    every = list(list_managed(unit))
+    plan.members = [_select_inside(every, i, plan.modules) for i in range(len(plan.modules))]
+    cast_buffers(plan, unit.mp)
 
 
 def _forget_unready_buffers(unit: Unit) -> None:

@@ -18,8 +18,9 @@ class GradBucket:
 
     Attributes:
         unit: name of the unit.
-        key: the same on every rank and in every step; for per-bucket state. It begins with the
-            unit's name, and units of which none lies in the other may be called alike.
+        key: the same on every rank and in every step until ``refresh``; for per-bucket state. It
+            begins with the unit's name, and units of which none lies in the other may be called
+            alike.
         flat: packed gradients, real, in the reduce dtype; every parameter in full.
         parts: ``flat`` by rank of ``shard``.
         shard: the group over which gradients are reduced and scattered.

@@ -147,6 +147,14 @@ def register_post_reduce_hook(
     return handle
 
 
+def forget_rounding(unit: Unit) -> None:
+    """Forget what rounding has cost a unit whose buckets change, and with them their keys."""
+    state = unit.switches.comm_state
+    if isinstance(state, Int8ErrorFeedback):
+        for key in [key for key in state.errors if key.rpartition("/")[0] == unit.name]:
+            del state.errors[key]
+
+
 def snapshot(module: nn.Module) -> dict[str, Any] | None:
     """Take what the hooks remember, and its layout, for a checkpoint; None if there is nothing."""
     units = _by_place(module)

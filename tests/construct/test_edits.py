@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp_compose as fc
 from fsdp_compose import (
     apply,
     fully_shard,
@@ -44,6 +45,21 @@ from surgery import (
     same,
     together,
 )
+
+
+def test_a_buffer_that_is_registered_later_is_cast() -> None:
+    """As are those of a module that takes the place of one; others stay as they were converted."""
+    low = fc.MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    fully_shard(model, mp_policy=low)
+    model[2].register_buffer("mask", torch.ones(2))
+    model[1] = nn.BatchNorm1d(2)
+    refresh(model)
+    assert {b.dtype for b in model.buffers() if b.ndim} == {torch.bfloat16}
+    assert {v.dtype for k, v in state_dict(model).items() if "run" in k} == {torch.float32}
+    assert state_dict(model)["2.mask"].dtype == torch.float32
+    model[2].mask = model[2].mask.float()
+    assert refresh(model)[2].mask.dtype == torch.float32
 
 
 @pytest.mark.parametrize("shard", [by_block, one_unit])

@@ -132,6 +132,22 @@ def test_int8_state_after_sharding_anew() -> None:
     simulate_ranks(check, 2)
 
 
+def test_int8_state_after_refresh() -> None:
+    """What rounding took from parameters that were replaced is not added to those of a new head."""
+
+    def check(rank: int) -> None:
+        torch.manual_seed(0)
+        model, state = nn.Linear(6, 5), fc.Int8ErrorFeedback(block=8)
+        coded(model, state)
+        model(data(0, rank, 3, 6, dtype=F32)).square().mean().backward()
+        assert state.errors
+        model.weight, model.bias = map(nn.Parameter, (torch.ones(5, 6), torch.ones(5)))
+        fc.refresh(model)
+        assert not state.errors
+
+    simulate_ranks(check, 2)
+
+
 WRONG: list[Callable[[Tensor], object]] = [Tensor.int, lambda part: part + 0j, lambda part: None]
 
 
