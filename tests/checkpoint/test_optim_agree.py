@@ -156,6 +156,15 @@ def test_ranks_that_hold_other_things_are_told() -> None:
                 train(model, [optim], 1)
             with pytest.raises(RuntimeError, match=text):
                 fc.optim_state_dict(model, optim)
+        layers = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model = fc.fully_shard(layers)  # each rank has all of a layer
+        rates = (0.2, 0.1) if rank else (0.1, 0.2)
+        groups = [{"params": layer.parameters(), "lr": r} for layer, r in zip(layers, rates)]
+        optim = torch.optim.SGD(groups, lr=1.0)
+        train(model, [optim], 0)
+        text = r"setting 'lr' of '0.weight' is 0.1 on rank 0 and 0.2 on rank 1"
+        with pytest.raises(RuntimeError, match=text):
+            fc.optim_state_dict(model, optim)
 
     run_ranks(body, 2)
 
