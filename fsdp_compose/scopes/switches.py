@@ -208,7 +208,7 @@ def set_gradient_divide_factor(
     wanted = "a positive finite number, or None for the number of data-parallel ranks"
     if value is not None:
         check_number("set_gradient_divide_factor", "value", value, wanted)
-        if not 0 < value <= sys.float_info.max:
+        if not 0 < float(value) <= sys.float_info.max:  # a NumPy number would overflow here
             raise ValueError(
                 f"set_gradient_divide_factor: value is {describe_value(value)}; wanted {wanted}."
             )

@@ -96,7 +96,8 @@ def check_versions(
         f"parameter {spec.fqn!r} of unit {unit.name!r} was written between the unit's "
         "forward and this backward, which gathered it anew: the gradients would mix old "
         "and new weights. Call optimizer.step(), and anything else that writes weights, "
-        "after the backwards of all losses that were computed with them."
+        "after the backwards of all losses that were computed with them; what is stepped apart "
+        "from the rest of a unit can be a unit of its own (fully_shard, units=)."
     )
 
 
