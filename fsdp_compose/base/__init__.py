@@ -13,7 +13,7 @@ Files, each importing only from those above it:
     torch_private  every private torch name, with the versions it was tried on
     attributes     a tensor's attributes as torch stores them, whatever its class answers
     modules        the modules inside a module, without what is left out
-    torch_groups   torch's private state of process groups, for simulated ranks
+    torch_groups   torch's private state of process groups
     torch_stack    which of torch's functions called, read from the stack
     exchange       exchanges what two tensor objects hold
     arguments      checks of what functions are given

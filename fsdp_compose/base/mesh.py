@@ -19,7 +19,8 @@ from fsdp_compose.base.group import SELF, Group, Transport
 from fsdp_compose.base.microbatches import check_microbatches
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.process import here, once
-from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, ordered_group
+from fsdp_compose.base.torch_groups import ordered_group
+from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER
 
 MeshLike: TypeAlias = (
     "DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | Mesh"

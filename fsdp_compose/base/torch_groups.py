@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +14,41 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compose.base import torch_private
+
 _c10d: Any = dist.distributed_c10d
 _c: Any = torch._C._distributed_c10d
+
+
+_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""By default group, how many groups over the same ranks ``ordered_group`` has made."""
+
+
+def ordered_group(ranks: Sequence[int]) -> Any:
+    """A group in which ``ranks`` are numbered as listed; only they call, all of them.
+
+    Torch would name it by how many groups this rank is in, and ranks that are in different numbers
+    of them would wait for each other for ever. Where a device is bound to the default group, NCCL
+    would split that, which takes all its ranks.
+    """
+    order = {"sort_ranks": False} if torch_private.KEEPS_RANK_ORDER else {}
+    world, make_name = _c10d.group.WORLD, _c10d._hash_ranks_to_str
+    made = _made.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    text = f"fsdp_compose {tuple(ranks)} {made[tuple(ranks)]}"
+
+    def name(given: object) -> str:
+        _c10d._hash_ranks_to_str = make_name  # a simulated rank may go on before this one
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    _c10d._hash_ranks_to_str = name
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return _c10d.new_group(list(ranks), use_local_synchronization=True, **order)
+    finally:
+        world.bound_device_id = device
+        if _c10d._hash_ranks_to_str is name:
+            _c10d._hash_ranks_to_str = make_name
 
 
 class RankWorld(_c10d._World):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -301,20 +301,6 @@ reduce_scatter_several = _find("reduce_scatter_single_coalesced", "reduce_scatte
 
 
 _c10d: Any = dist.distributed_c10d
-
-
-def ordered_group(ranks: Sequence[int]) -> Any:
-    """A group in which ``ranks`` are numbered as listed; only they call, all of them.
-
-    Where a device is bound to the default group, NCCL would split that, which takes all its ranks.
-    """
-    order = {"sort_ranks": False} if KEEPS_RANK_ORDER else {}
-    world = _c10d.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return _c10d.new_group(list(ranks), use_local_synchronization=True, **order)
-    finally:
-        world.bound_device_id = device
 
 
 KEEPS_RANK_ORDER = "sort_ranks" in signature(dist.new_group).parameters

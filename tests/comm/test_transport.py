@@ -26,7 +26,7 @@ from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Call, Group, Started
 from fsdp_compose.base.policy import place
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import ordered_group
+from fsdp_compose.base.torch_groups import ordered_group
 from fsdp_compose.comm import transports
 from fsdp_compose.comm.collectives import (
     exchange_parts,
@@ -206,10 +206,12 @@ def test_a_smaller_group_is_made_by_its_ranks_alone() -> None:
 
     def ranks(rank: int) -> None:
         world: Any = dist.group.WORLD
+        dist.new_group([0])  # which counts as a group on one of them alone
         world.bound_device_id = bound = torch.device("cuda", rank)
         if rank < 2:
             group: Any = ordered_group([0, 1])
             assert group.bound_device_id is None  # it was made as in a job without
+            assert ordered_group([0, 1]).group_name != group.group_name
         assert world.bound_device_id == bound
 
     run_ranks(ranks, 3)
