@@ -268,9 +268,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         list(map(note_reduce, totals, wholes))
         reduce_several(pg, totals, wholes, options).wait()
 
-    def noted_scatter(whole: Any, *rest: Any) -> Any:
+    def noted_scatter(whole: Any, *rest: Any, **options: Any) -> Any:
         races.note(whole.untyped_storage(), "reduce", True)
-        return scatter(whole, *rest)
+        return scatter(whole, *rest, **options)
 
     def noted_sum(grad: Any, *rest: Any) -> Any:
         races.note(grad.untyped_storage(), "all-reduce", True)

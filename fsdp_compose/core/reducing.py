@@ -246,8 +246,8 @@ def drain(engine: Engine) -> None:
 
 def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
     """Set a reduced gradient, or start copying it to the host, for which nothing waits here."""
-    offload, arriving, streams = reduction.bucket.offload, reduction.bucket.arriving, engine.streams
-    last, scope = reduction.unit.switches.last_backward, streams.beside
+    bucket, streams, last = reduction.bucket, engine.streams, reduction.unit.switches.last_backward
+    offload, arriving, is_added = bucket.offload, bucket.arriving, bool(bucket.mesh.microbatches)
     if not offload.shards and (last or not offload.grads):
         if arriving.waiting is not None:
             grad += arriving.waiting.to(grad.device, non_blocking=True)
@@ -255,15 +255,15 @@ def _deliver(engine: Engine, reduction: Reduction, grad: torch.Tensor) -> None:
         assign(reduction, grad)
         return
     if (waiting := arriving.waiting) is not None and waiting.device == grad.device:
-        grad, arriving.waiting, scope = waiting.add_(grad), None, streams.on
+        grad, arriving.waiting, is_added = waiting.add_(grad), None, True
     if not (last or offload.grads):
         arriving.waiting = grad
         _note_waiting(reduction)
         return
-    with scope(streams.reduce):
+    with (streams.on if is_added else streams.beside)(streams.reduce):  # behind that sum
         host, reduction.result = copy_to_host(grad, offload.pin_memory), None
         mark = streams.record(streams.reduce)
-    if mark and (waiting is not None or reduction.bucket.mesh.gather_axis.size == 1):
+    if mark and (is_added or bucket.mesh.gather_axis.size == 1):
         streams.hold(grad, mark)  # it may be memory of the current stream
     engine.landing.append(Landing(reduction, host, last, mark))
 

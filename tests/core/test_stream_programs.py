@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from typing import Literal
 
 import played_device
 import pytest
@@ -14,6 +16,7 @@ import fsdp_compose as fc
 from fsdp_compose import Offload, ShardingStrategy
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import transports
+from fsdp_compose.core import reducing
 from fsdp_compose.core.guards import used_parameters
 from fsdp_compose.scopes.switches import Keep
 
@@ -22,6 +25,7 @@ from fuzz_programs import draw
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, sgd, square
 
+Waiting = Keep | Literal["tree"] | None
 OTHERWISE = ("outside loss", "second order", "interrupt")
 """Operations of programs that do something else under the mode that notes what runs."""
 
@@ -57,15 +61,20 @@ def test_random_programs_are_ordered(first: int) -> None:
 
 
 def find_races_of_waiting_sums(
-    rank: int, strategy: ShardingStrategy, offload: Offload, keep: Keep | None
+    rank: int, strategy: ShardingStrategy, offload: Offload, keep: Waiting
 ) -> list[str]:
     """In steps of three microbatches, of which ``keep`` or the switch makes the first two wait."""
+    tree = 6 if keep == "tree" else None
     with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
         patch.setattr(played_device.Event, "synchronize", wait_for)
-        model = by_block(seeded(Tower), strategy=strategy, offload_policy=offload)
+        patch.setattr(reducing, "copy_to_host", lambda grad, pin_memory: grad.clone())
+        model = by_block(
+            seeded(Tower), strategy=strategy, offload_policy=offload, deterministic=tree
+        )
         optim = sgd(model.parameters())
         for step in range(3):
-            with contextlib.nullcontext() if keep is None else fc.accumulate(model, keep):
+            waits = keep is not None and keep != "tree"
+            with fc.accumulate(model, keep) if waits else contextlib.nullcontext():
                 for part in range(3):
                     if keep is None:
                         fc.set_is_last_backward(model, part == 2)
@@ -75,9 +84,12 @@ def find_races_of_waiting_sums(
     return races.found
 
 
-@pytest.mark.parametrize("keep", [None, "no_all_reduce", "unsharded"])
-@pytest.mark.parametrize("offload", [Offload(), Offload(optimizer=True, pin_memory=False)])
-def test_sums_that_wait_are_ordered(offload: Offload, keep: Keep | None) -> None:
+WAITING: list[Waiting] = [None, "no_all_reduce", "unsharded"]
+OFFLOADS = [Offload(), Offload(optimizer=True, pin_memory=False)]
+
+
+@pytest.mark.parametrize(("offload", "keep"), [*product(OFFLOADS, WAITING), (OFFLOADS[1], "tree")])
+def test_sums_that_wait_are_ordered(offload: Offload, keep: Waiting) -> None:
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
         found = run_ranks(find_races_of_waiting_sums, 2, strategy, offload, keep)
         assert found == [[], []], strategy
