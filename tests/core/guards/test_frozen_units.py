@@ -195,3 +195,38 @@ def test_a_frozen_unit_is_given_an_optimizer() -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks)
+
+
+class Again(nn.Module):
+    """Calls itself, or a method that gathers it too, inside its own forward."""
+
+    def __init__(self, by_method: bool) -> None:
+        super().__init__()
+        self.inner, self.by_method = nn.Linear(WIDTH, WIDTH), by_method
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.inner(x))
+        if self.by_method:
+            return self.encode(x)
+        return self(x, depth - 1) if depth else x
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_a_frozen_unit_calls_itself(by_method: bool) -> None:
+    """Its backward ends at the input of the outermost call; it was released at that of an inner."""
+
+    def ranks(rank: int) -> None:
+        plain, model = (seeded(lambda: Again(by_method)).requires_grad_(False) for _ in range(2))
+        fully_shard(model, methods=("forward", "encode"), reshard_after_forward=True)
+        found = []
+        for module in (plain, model):
+            x = data(0, rank).requires_grad_()
+            square(module, x).backward()
+            found.append(x.grad)
+        assert_close(*found)
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
