@@ -181,6 +181,11 @@ FORWARD = (
     "nothing: call the module, `module(...)` in place of `module.forward(...)`. "
     f"{_COPIES}"
 )
+CALLED = (
+    "{kind} has a `__call__` of its own that runs none of a module's hooks, and so gathers "
+    "nothing: call that method `forward`, have it call `super().__call__(...)`, or call the module "
+    f"inside `with fsdp_compose.gathered(module):`. {_COPIES}"
+)
 OUTSIDE = (
     "{kind} was called by itself, and only the forward of that unit gathers it: call the module "
     "that was sharded, make {kind} a unit of its own (units=), or call it inside `with "
@@ -315,8 +320,9 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
                 return LISTED if _is_shown(unit) else HOOKED
         elif isinstance(owner, nn.Module):
             inner = owner
-        if isinstance(owner, nn.Module) and _is_bare_forward(frame, owner) and _heads(owner, unit):
-            return FORWARD.format(kind=type(owner).__name__)
+        if isinstance(owner, nn.Module) and _runs_no_hooks(frame, owner) and _heads(owner, unit):
+            text = FORWARD if type(owner).__call__ is nn.Module.__call__ else CALLED
+            return text.format(kind=type(owner).__name__)
         if isinstance(owner, nn.Module) and name == "forward" and _has(owner, spec):
             part = owner
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
@@ -383,10 +389,11 @@ def _has(module: nn.Module, spec: object) -> bool:
     return any(getattr(param, "_shard_spec", None) is spec for param in module.parameters())
 
 
-def _is_bare_forward(frame: FrameType, module: nn.Module) -> bool:
-    """Whether ``frame`` is of ``module.forward``, and no call of the module led to it."""
+def _runs_no_hooks(frame: FrameType, module: nn.Module) -> bool:
+    """Whether ``frame`` is of ``module``'s forward or own call, and no hooks of it were run."""
     calls = (f for f in walk_stack() if f.f_code.co_name == "_call_impl")
-    return frame.f_code.co_name == "forward" and all(_self_of(f) is not module for f in calls)
+    is_call = frame.f_code.co_name in ("forward", "__call__")
+    return is_call and all(_self_of(f) is not module for f in calls)
 
 
 def _is_own_method(module: nn.Module, name: str) -> bool:

@@ -176,6 +176,37 @@ def test_a_method_of_a_unit_around() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_call_of_its_own_runs_no_hooks() -> None:
+    """As in gpytorch, and where a class has ``__call__`` in place of ``forward``."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.forward(x) if x.ndim == 2 else self.inner(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.inner.weight
+
+    class Passing(Direct):
+        def __call__(self, x: Tensor) -> Tensor:
+            return nn.Module.__call__(self, x)
+
+    def ranks(rank: int) -> None:
+        x, model = data(0, rank), fc.fully_shard(seeded(Direct))
+        for given in (x, x[0]):
+            text = refusal(lambda given=given: model(given))
+            says(text, "Direct has a `__call__` of its own", "fsdp_compose.gathered(module)")
+            assert "methods=" not in text and "module(...)" not in text
+        with fc.gathered(model):
+            assert model(x).shape == x.shape
+        assert fc.fully_shard(seeded(Passing))(x).shape == x.shape
+
+    run_ranks(ranks, 2)
+
+
 def test_a_generator_is_not_told_methods() -> None:
     """``methods=`` refuses it: its body runs after the unit was released."""
 
