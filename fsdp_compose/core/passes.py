@@ -35,7 +35,7 @@ from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.waiting_gradients import drop_waiting_gradients
-from fsdp_compose.core.guards.weight_versions import forget_outdated
+from fsdp_compose.core.guards.weight_versions import end_live, forget_outdated
 from fsdp_compose.core.reducing import Arrival, finish_reduce, land, set_graph_gradients
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Engine, Run, Task, Unit, unit_of
@@ -254,7 +254,7 @@ def recover(engine: Engine, restored: Collection[Unit] = ()) -> None:
     engine.retained.clear()
     engine.schedule.fail(units := list(engine.units))
     for unit in units:
-        unit.run = Run(showing=unit.run.showing, chosen=unit.run.chosen)
+        unit.run = Run(showing=unit.run.showing, chosen=unit.run.chosen, live=end_live(unit))
         while unit.opened is not None and unit.opened.for_call:
             unit.opened = unit.opened.outer
         forget_inner(unit)

@@ -30,7 +30,7 @@ from fsdp_compose.core.guards import partly_run
 from fsdp_compose.sharded import is_sharded
 
 from harness import run_ranks, simulate_ranks
-from models import Tower, Twin, by_block, data, seeded, square, whole
+from models import Checkpointed, Tower, Twin, by_block, data, seeded, square, whole
 
 
 class OnPurpose(Exception):
@@ -75,6 +75,21 @@ def test_chosen_gradients_after_a_failure(way: str) -> None:
             ]
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_after_a_failure(reentrant: bool) -> None:
+    """Parts of a unit that a forward before the failure checkpointed are computed again."""
+    model, plain = (seeded(lambda: Checkpointed("outside", reentrant)) for _ in range(2))
+    fully_shard(model)
+    for each in (plain, model):
+        loss = square(each, data(1, 0))
+        if each is model:
+            fail_in_backward(model, 0)
+            model.zero_grad()
+        loss.backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(found.grad), wanted.grad)
 
 
 @pytest.mark.parametrize("how", ["plain", "transform", "full precision"])

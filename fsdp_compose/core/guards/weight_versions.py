@@ -8,6 +8,7 @@ from fsdp_compose.base.codec import encode_shard
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.gather import find_other, versions_of
 from fsdp_compose.core.guards.collective_log import is_debugging
+from fsdp_compose.core.records import Live
 from fsdp_compose.core.state import Unit
 
 
@@ -74,6 +75,17 @@ def forget_outdated(unit: Unit) -> None:
         and live.versions != list(map(versions_of, unit.gathered))
     ):
         unit.run.live = None
+
+
+def end_live(unit: Unit) -> Live | None:
+    """End the unit's pass, which failed; what its last forward computed with.
+
+    The backward of a forward before it may compute checkpointed parts again, which read that.
+    """
+    live = unit.run.live
+    if live is not None:
+        live.pass_id = 0
+    return live
 
 
 def check_unwritten(unit: Unit, read: list[tuple[int, ...]]) -> None:
