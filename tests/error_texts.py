@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from house import PACKAGE
 
@@ -36,6 +37,7 @@ def raised() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno}", text
 
 
+@cache
 def written() -> str:
     """Every string of the package, for texts that are put together elsewhere."""
     found = []

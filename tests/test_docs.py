@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -144,6 +145,19 @@ def test_every_error_is_found_by_its_text() -> None:
     assert not [fragment for fragment in fragments if fragment not in everything]
     assert all(len(cause) > 7 and len(cure) > 3 for _, cause, cure in error_rows())
     assert len(set(fragments)) == len(fragments)
+
+
+def test_calls_in_texts_fit_their_functions() -> None:
+    """A call that an error or a docstring shows names arguments in the function's order."""
+    same = {"model": "module", "optimizer": "optim"}
+    shown = 0
+    for name, written in re.findall(r"\b(\w+)\(([^()]*)\)", error_texts.written()):
+        if name in fc.__all__ and inspect.isfunction(getattr(fc, name)):
+            takes = list(inspect.signature(getattr(fc, name)).parameters)
+            for place, given in enumerate(same.get(arg, arg) for arg in written.split(", ")):
+                shown += given in takes
+                assert given not in takes or takes.index(given) == place, f"{name}({written})"
+    assert shown > 300
 
 
 def test_the_reference_has_every_public_name() -> None:

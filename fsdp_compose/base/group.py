@@ -78,9 +78,9 @@ class Started(NamedTuple):
     Attributes:
         works: objects with ``wait()``; the data is there once all have returned.
         peers: the global rank that each work is with, for errors; empty: with all ranks at once.
-        parts: of a reduction: this rank's part of the sum, or, in rank order, what each rank adds
-            to it, which is then summed here in the gradients' dtype. It is read when the works
-            have returned.
+        parts: of a reduction: this rank's part of the sum, in memory of its own (``whole`` is
+            released); or, in rank order, what each rank adds to it, which is then summed here in
+            the gradients' dtype. It is read when the works have returned.
         release: where the parts lie in memory of other ranks: called once they have been read.
             They are not written then.
     """
@@ -95,7 +95,8 @@ class Started(NamedTuple):
 class Transport:
     """How flat, one-dimensional tensors travel between the ranks of a group.
 
-    On an accelerator, what a function does must be in the order of the current stream.
+    On an accelerator, what a function does must be in the order of the current stream. ``Call``,
+    and ``Started``, which all but ``all_reduce`` return, are in ``fsdp_compose.base.group``.
 
     Attributes:
         gather: ``(whole, parts, own, call)``: fill each part of ``whole``, a uint8 tensor, with the

@@ -23,8 +23,10 @@ class GradBucket:
             alike.
         flat: packed gradients, real, in the reduce dtype; every parameter in full.
         parts: ``flat`` by rank of ``shard``.
-        shard: the group over which gradients are reduced and scattered.
-        replicate: the group over which the scattered sum is reduced.
+        shard: the group over which gradients are reduced and scattered. Where ``shard.size`` is 1
+            (``NO_SHARD``, ``mesh="self"``), ``shard.pg`` is None, which torch takes for all ranks:
+            communicate over a group of more than one rank only.
+        replicate: the group over which the scattered sum is reduced, likewise.
         scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
         dtype: of the parameters' shards, in which the result is kept.
 

@@ -50,7 +50,7 @@ ANY = (
     f"methods=('forward', ...))`. {_COPIES}"
 )
 SAVING = (
-    "To save the whole, call on every rank fsdp_compose.save_full(module, path) (safetensors), "
+    "To save the whole, call on every rank fsdp_compose.save_full(path, module) (safetensors), "
     "save_checkpoint(...), or state_dict(module, kind='full'), whose plain tensors any format "
     "takes; state_dict(module, kind='local') is for one file per rank."
 )
