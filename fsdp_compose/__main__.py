@@ -114,7 +114,7 @@ def _add_checkpoint(commands: Commands) -> None:
     show.set_defaults(handler=_checkpoint, parser=show)
     show.add_argument("path", type=_path, help="a folder, or a file of safetensors")
     show.add_argument("--verify", action="store_true", help="read the files, compare checksums")
-    show.add_argument("--all", action="store_true", help="a line for each of those that are alike")
+    show.add_argument("--all", action="store_true", help="a line for each name, none folded")
     _add_convert(
         actions.add_parser(
             "convert", help="turn a sharded checkpoint into safetensors files, or the reverse"

@@ -110,7 +110,7 @@ def plan(
             process group. None: those of ``mesh``, or of the default group.
         mesh, units, strategy, reshard_after_forward, mp_policy, offload_policy, ignored,
             granularity, prefetch, static_buffers: as for ``fully_shard``.
-        optimizer: a name out of ``STATES``, the number of tensors of a parameter's size that it
+        optimizer: a name, such as ``"adamw"``, the number of tensors of a parameter's size that it
             keeps, an optimizer of ``torch.optim``, or None for no state.
         backend: which one ``world_size`` ranks use: on ``"gloo"`` a reduction receives every
             rank's contribution.

@@ -307,7 +307,7 @@ def plot_plan(plan: Plan, path: str | PathLike[str], measured: Timeline | None =
     """Draw what each unit takes, and what a step needs: planned, and beside it measured.
 
     Args:
-        plan: of the model; units that are alike are drawn once, the largest ``MAX_ROWS`` of them.
+        plan: of the model; units that are alike are drawn once, the largest 30 of them.
         path: of the file (.png, .svg, .pdf).
         measured: a recording of a step of the same model by ``trace``.
 

@@ -43,7 +43,9 @@ class TrafficReport(Traffic):
 
 @contextmanager
 def count_traffic() -> Iterator[TrafficReport]:
-    """Count what is communicated inside the scope; the report is filled in when it ends.
+    """Count collectives inside the scope, and the bytes that this rank receives in them.
+
+    The report is filled in when the scope ends; ``print`` it, or read its fields.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))

@@ -119,8 +119,8 @@ def register_post_reduce_hook(
 
     It runs in backward, so an optimizer can step on those parameters and drop their gradients: as
     soon as they are reduced, or as the backward ends where a loss also reads a parameter outside of
-    its unit's forward, and with ``create_graph=True``. Of a bucket whose parameters a backward
-    reaches outside of forwards alone, nothing is reduced together, and it is not called.
+    its unit's forward, and with ``create_graph=True``. It is not called for a bucket whose
+    parameters a backward reaches outside of forwards alone.
 
     Returns:
         a handle whose ``remove()`` takes the hook back.

@@ -309,11 +309,14 @@ class _Sharded(TorchState):
 
 
 class ShardedTensor(_Sharded, Tensor):  # type: ignore[misc, override]
-    """A slice of a gradient, an optimizer state, or a tensor computed from them elementwise."""
+    """A slice of a gradient, an optimizer state, or a tensor computed from them elementwise.
+
+    ``to_local()`` is the plain slice of this rank, ``full_tensor()`` the whole.
+    """
 
 
 class ShardedParameter(Dispatched, _Sharded, torch.nn.Parameter):  # type: ignore[misc, override]
-    """A slice of a parameter."""
+    """A slice of a parameter: ``to_local()`` is this rank's, ``full_tensor()`` the whole."""
 
     _is_parameter = True
     _noted = PARAMETER
