@@ -240,7 +240,7 @@ class _Ledger:
         if bucket.ranks == 1 or not bucket.full_bytes:
             return
         ranks = bucket.spread if self.is_spread[i] and bucket.spread else bucket.gather_ranks
-        if bucket.fused > 1 and bucket.trained_numel and i not in self.refreshed:
+        if bucket.fused > 1 and i not in self.refreshed:
             self.refreshed.add(i)
             copied = bucket.weight_copy_bytes
             moved = copied - copied // bucket.fused

@@ -550,8 +550,9 @@ def test_what_refresh_refuses_names_refresh() -> None:
         ]
         for one, text in added:
             outer.more = one
-            with pytest.raises(ValueError, match=text):
+            with pytest.raises(ValueError, match=text) as caught:
                 refresh(model)
+            assert ("that refresh lacks" in str(caught.value)) == ("sparse" in text)
             del outer.more
         outer.more = nn.Embedding(3, 2, sparse=rank == 1)
         with pytest.raises(ValueError, match=r"^refresh: .*sparse=True.*undo\("):

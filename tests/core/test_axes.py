@@ -61,6 +61,8 @@ def test_owners_step_the_whole_of_split_matrices(shape: tuple[int, int], tmp_pat
                 for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                     theirs.grad = whole(ours.grad)
                 optim.step(), wanted.step()
+            stepped = [p for group in optim.optimizer.param_groups for p in group["params"]]
+            assert {p.untyped_storage().nbytes() for p in stepped} == {8}  # no weights are held
             for (key, ours), theirs in zip(model.named_parameters(), plain.parameters()):
                 assert torch.equal(whole(ours), theirs), key
             state = fc.optim_state_dict(model, optim)["state"]

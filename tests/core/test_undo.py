@@ -183,6 +183,7 @@ def test_undo_in_inference_mode() -> None:
         found = [removed, *model.parameters(), *model.buffers()]
         found += [p.grad for p in model.parameters()]
         assert len(found) == 8 and not any(tensor.is_inference() for tensor in found)
+        assert model.seen.dtype is torch.float64  # refresh did not take it for a new one
         optim = sgd(model.parameters())
         square(model, data(1, rank)).backward()
         optim.step()

@@ -397,3 +397,5 @@ def test_meta_parameters_beside_one_in_memory() -> None:
         model = nn.Linear(4, 4)
     model.scale = nn.Parameter(torch.FloatTensor(4).uniform_())
     assert plan(model, world_size=8).units[0].buckets[0].numel == 24
+    alone = plan(model, world_size=1, backend="gloo", offload_policy=Offload(True))
+    assert alone.units[0].full_bytes == 0  # one rank on the host reads its shards where they are

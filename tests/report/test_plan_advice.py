@@ -51,10 +51,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(width, hidden, keys) for _ in range(depth))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocab, bias=False)
+        self.register_buffer("scale", torch.ones(1))
         self.again = False
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = self.embed(tokens) * self.scale
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
         return self.head(self.norm(x))
@@ -169,16 +170,18 @@ class Apart(Ledger):
         param.grad = None
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_activations_are_those_of_a_real_step(again: bool) -> None:
+@pytest.mark.parametrize("way", ["trained", "checkpointed", "frozen"])
+def test_activations_are_those_of_a_real_step(way: str) -> None:
     """What is measured without memory is what operators allocate in the same step with memory."""
     model = Decoder(*SMALL)
-    model.again = again
+    model.again = way == "checkpointed"
+    model.layers.requires_grad_(way != "frozen")  # whose backward keeps fewer of their inputs
     planned = measure_activations(model, TOKENS, {}, None)
-    ledger = Apart(TOKENS, *model.parameters())
+    ledger = Apart(TOKENS, model.scale, *model.parameters())
     for param in model.parameters():
         nn.init.normal_(param, std=0.02)
-        param.register_post_accumulate_grad_hook(ledger.drop)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(ledger.drop)
     with ledger:
         out = model(TOKENS)
         forward, kept = ledger.peak, ledger.live()
@@ -234,6 +237,7 @@ def test_sizes_and_numbers_of_states() -> None:
     named, counted = (plan(Tower(), world_size=2, optimizer=o).memory for o in ("adamw", "2"))
     assert named.optimizer == counted.optimizer > 0
     assert size((1 << 20) - 1) == "1.00 MiB"
+    assert plan(fully_shard(Tower()), device_memory="1GiB").fits is True
 
 
 def test_wrong_questions() -> None:
