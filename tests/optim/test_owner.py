@@ -323,6 +323,12 @@ class Masked(torch.optim.SGD):
                 self.state[p]["mask"] = p.detach().abs() < 0.1
 
 
+def step_after_sharding_again(model: nn.Module) -> None:
+    optim = fc.owner_step(matrices(model), MAKE["muon"])
+    by_block(fc.undo(model))(data(0, 0).float()).sum().backward()
+    optim.step()
+
+
 ERRORS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
     "plain parameter": (
         lambda m: fc.owner_step(nn.Linear(3, 2).parameters(), MAKE["muon"]),
@@ -339,6 +345,9 @@ ERRORS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
     "sharded no more": (
         lambda m: (optim := fc.owner_step(matrices(m), MAKE["muon"]), fc.undo(m), optim.step()),
         "RuntimeError", "'first.weight'.*was sharded another way.*build another owner_step",
+    ),
+    "sharded again": (
+        step_after_sharding_again, "RuntimeError", "'first.weight'.*was sharded another way",
     ),
     "values read": (
         lambda m: fc.owner_step(matrices(m), Masked),
