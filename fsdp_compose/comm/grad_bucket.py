@@ -18,9 +18,9 @@ class GradBucket:
 
     Attributes:
         unit: name of the unit.
-        key: for state of each bucket, the same on every rank and in every step until ``refresh``. It
-            begins with the unit's name, which units that were sharded apart may share: give those a
-            state each.
+        key: for state of each bucket, the same on every rank and in every step until ``refresh``.
+            It begins with the unit's name, which units that were sharded apart may share: give
+            those a state each.
         flat: packed gradients, real, in the reduce dtype; every parameter in full.
         parts: ``flat`` by rank of ``shard``.
         shard: the group over which gradients are reduced and scattered. Where ``shard.size`` is 1
