@@ -278,16 +278,8 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make renames in a folder durable, where the system can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        sync_file(path)
 
 
 def json_of(path: Path) -> dict[str, Any]:
