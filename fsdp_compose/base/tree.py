@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Mapping, Set, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, ValuesView
 from operator import is_
 from types import (
     BuiltinMethodType,
@@ -94,6 +94,15 @@ def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:
                 opaque = opaque or contents is None
                 pending += contents or ()
     return list(tensors.values()), opaque
+
+
+def find_in_lists(values: Iterable[Any], kind: type) -> Iterator[Any]:
+    """List what is a ``kind`` among ``values``, and in lists and tuples of them at any depth."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from find_in_lists(value, kind)
 
 
 def _is_bare(value: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from fsdp_compose.base.tree import find_in_lists
 
 __all__ = ["RefuseReads"]
 
@@ -27,8 +29,8 @@ class RefuseReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if not name.endswith("_like") and not name.startswith("new_"):
             given = (args, tuple((kwargs or {}).values()))
-            made = [t for t in _tensors((out,)) if _memory_of(t) not in self._memory]
-            if made and any(_memory_of(t) in self._memory for t in _tensors(given)):
+            made = [t for t in find_in_lists((out,), Tensor) if _memory_of(t) not in self._memory]
+            if made and any(_memory_of(t) in self._memory for t in find_in_lists(given, Tensor)):
                 raise RuntimeError(
                     f"owner_step: make reads the values of parameters ({name}), which this rank "
                     "has in a step alone, so that each owner is sent only what it steps. Let the "
@@ -40,11 +42,3 @@ class RefuseReads(TorchFunctionMode):
 def _memory_of(tensor: Tensor) -> int | None:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if is_plain else None
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

@@ -32,6 +32,7 @@ from fsdp_compose.base.torch_private import (
     storage_use_count,
 )
 from fsdp_compose.base.tracked import find_tracked, tracked_kinds
+from fsdp_compose.base.tree import find_in_lists
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
@@ -58,7 +59,7 @@ class _Kept:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func not in _HARMLESS:
-            for value in _views((*args, *(kwargs or {}).values())):
+            for value in find_in_lists((*args, *(kwargs or {}).values()), _Kept):
                 if value.numel() and _is_released(value):
                     raise RuntimeError(value._kept_from)
         if any(issubclass(kind, _SLICES) for kind in types):
@@ -351,12 +352,3 @@ def _entry_at(bucket: Bucket, offset: int) -> Entry:
         if entry.spec.offset <= offset < entry.spec.offset + entry.spec.numel:
             return entry
     return bucket.entries[0]
-
-
-def _views(values: Iterable[Any]) -> Iterable[Any]:
-    """List what was kept among arguments, at any depth."""
-    for value in values:
-        if isinstance(value, _Kept):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _views(value)
