@@ -65,19 +65,24 @@ def test_deviation_of_nothing_has_no_gradient(correction: int) -> None:
     run_ranks(ranks, 2)
 
 
+def compare_second(reduce: Reduce, values: list[float], dtype: torch.dtype) -> None:
+    """Compare second derivatives, of the slices and in one process."""
+    found = []
+    for x in (build(values, dtype).first, fc.fully_shard(build(values, dtype)).first):
+        (slope,) = torch.autograd.grad(reduce(x), x, create_graph=True)
+        part = torch.view_as_real(slope) if dtype.is_complex else slope
+        (part * torch.arange(float(part.numel())).view(part.shape)).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1].full_tensor(), found[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_second_derivatives_of_variances(dtype: torch.dtype) -> None:
     """Elements that are equal to the mean have one too, as where a weight is still all ones."""
 
     def ranks(rank: int) -> None:
         for values in ([2.0] * 9, [1.0, 2.0, 3.0, -2.0, 0.0]):
-            found = []
-            for x in (build(values, dtype).first, fc.fully_shard(build(values, dtype)).first):
-                (slope,) = torch.autograd.grad(x.var(), x, create_graph=True)
-                part = torch.view_as_real(slope) if dtype.is_complex else slope
-                (part * torch.arange(float(part.numel())).view(part.shape)).sum().backward()
-                found.append(x.grad)
-            torch.testing.assert_close(found[1].full_tensor(), found[0])
+            compare_second(Tensor.var, values, dtype)
 
     run_ranks(ranks, 2)
 
@@ -97,13 +102,7 @@ def test_second_derivatives_of_norms(kind: str, dtype: torch.dtype) -> None:
 
     def ranks(rank: int) -> None:
         for values in ([1.0, 2.0, -3.0, *[0.0] * 12], [2.0, 1.0]):
-            found = []
-            for x in (build(values, dtype).first, fc.fully_shard(build(values, dtype)).first):
-                (slope,) = torch.autograd.grad(NORMS[kind](x), x, create_graph=True)
-                part = torch.view_as_real(slope) if dtype.is_complex else slope
-                (part * torch.arange(float(part.numel())).view(part.shape)).sum().backward()
-                found.append(x.grad)
-            torch.testing.assert_close(found[1].full_tensor(), found[0])
+            compare_second(NORMS[kind], values, dtype)
 
     run_ranks(ranks, 2)
 
