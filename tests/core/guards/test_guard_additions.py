@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from threading import get_ident
 from typing import Any
 
 import pytest
@@ -554,23 +553,5 @@ def test_scripting_names_the_unit_and_ends_with_undo() -> None:
                 hook()
         undo(model)
         assert not any(callers.SCRIPT_HOOK in vars(module) for module in model.modules())
-
-    simulate_ranks(ranks)
-
-
-def test_a_forward_after_one_that_a_thread_left() -> None:
-    """An interrupt ended a thread's forward without its hooks: the next forward begins anew."""
-
-    def ranks(rank: int) -> None:
-        plain = seeded(two_blocks)
-        model = by_block(copy.deepcopy(plain))
-        engine = units(model)[0].engine
-        engine.schedule.active.append(units(model)[0])
-        engine.thread = -1
-        with torch.no_grad():
-            assert_close(model(data(0, rank)), plain(data(0, rank)))
-        assert engine.thread == get_ident() and not engine.schedule.active
-        square(model, data(0, rank)).backward()
-        assert_at_rest(model)
 
     simulate_ranks(ranks)

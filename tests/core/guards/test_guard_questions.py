@@ -241,14 +241,15 @@ def test_a_place_that_two_units_share() -> None:
     simulate_ranks(ranks)
 
 
-def test_a_forward_after_another_models_in_a_thread() -> None:
-    """What an interrupted thread left of one model does not make another's forward an inner one."""
+@pytest.mark.parametrize("of_another", [False, True])
+def test_a_forward_after_one_that_a_thread_left(of_another: bool) -> None:
+    """What an interrupt left, without its hooks, makes no forward of any model an inner one."""
 
     def ranks(rank: int) -> None:
         plain = seeded(two_blocks)
         other, model = by_block(seeded(two_blocks)), by_block(copy.deepcopy(plain))
         engine = units(model)[0].engine
-        engine.schedule.active.append(units(other)[0])
+        engine.schedule.active.append(units(other if of_another else model)[0])
         engine.thread = -1
         with torch.no_grad():
             assert_close(model(data(0, rank)), plain(data(0, rank)))
