@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,30 +109,34 @@ def test_functional_call_with_the_sharded_leaves(shard: str) -> None:
     train_twin(two_blocks, forward, SHARDS[shard], steps=2)
 
 
+def train_by_inner_steps(
+    rank: int, shard: Callable[[nn.Module], Any], names: str = "", create_graph: bool = False
+) -> None:
+    """Two steps by a loss of parameters that a step has changed, those called ``names`` alone."""
+
+    def adapt(model: nn.Module, inner: Tensor) -> dict[str, Tensor]:
+        named = {name: p for name, p in model.named_parameters() if names in name}
+        grads = torch.autograd.grad(inner, list(named.values()), create_graph=create_graph)
+        return {name: p - 0.1 * g for (name, p), g in zip(named.items(), grads)}
+
+    twin = Twin(rank, 2, two_blocks, shard)
+    for seed in range(2):
+        inner, plain = twin.losses(square, seed)
+        fast, full = adapt(twin.model, inner), adapt(twin.reference, plain)
+        xs = twin.inputs(seed + 10)
+        functional_call(twin.model, fast, (xs[rank],)).square().mean().backward()
+        outer = [functional_call(m, full, (x,)).square().mean() for m, x in zip(twin.plain, xs)]
+        torch.stack(outer).mean().backward()
+        twin.step()
+    twin.check()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_inner_step_on_shards(shard: str, strategy: ShardingStrategy) -> None:
     """MAML with the inner update on slices: fast weights are gathered, differentiably."""
-
-    def adapt(model: nn.Module, inner: Tensor) -> dict[str, Tensor]:
-        named = dict(model.named_parameters())
-        grads = torch.autograd.grad(inner, list(named.values()), create_graph=True)
-        return {name: p - 0.1 * g for (name, p), g in zip(named.items(), grads)}
-
-    def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, two_blocks, lambda m: SHARDS[shard](m, strategy=strategy))
-        for seed in range(2):
-            inner, plain = twin.losses(square, seed)
-            fast, full = adapt(twin.model, inner), adapt(twin.reference, plain)
-            xs = twin.inputs(seed + 10)
-            here.traffic.reset()
-            functional_call(twin.model, fast, (xs[rank],)).square().mean().backward()
-            outer = [functional_call(m, full, (x,)).square().mean() for m, x in zip(twin.plain, xs)]
-            torch.stack(outer).mean().backward()
-            twin.step()
-        twin.check()
-
-    run_ranks(ranks)
+    apply = lambda m: SHARDS[shard](m, strategy=strategy)  # noqa: E731
+    run_ranks(lambda rank: train_by_inner_steps(rank, apply, create_graph=True))
 
 
 def open_if_sharded(model: nn.Module) -> Any:
@@ -142,25 +147,7 @@ def open_if_sharded(model: nn.Module) -> Any:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_inner_step_on_some_slices(shard: str, names: str) -> None:
     """The rest of a unit is reduced in the same backward, beside the slices that were updated."""
-
-    def adapt(model: nn.Module, inner: Tensor) -> dict[str, Tensor]:
-        named = {name: p for name, p in model.named_parameters() if names in name}
-        grads = torch.autograd.grad(inner, list(named.values()))
-        return {name: p - 0.1 * g for (name, p), g in zip(named.items(), grads)}
-
-    def ranks(rank: int) -> None:
-        twin = Twin(rank, 2, two_blocks, SHARDS[shard])
-        for seed in range(2):
-            inner, plain = twin.losses(square, seed)
-            fast, full = adapt(twin.model, inner), adapt(twin.reference, plain)
-            xs = twin.inputs(seed + 10)
-            functional_call(twin.model, fast, (xs[rank],)).square().mean().backward()
-            outer = [functional_call(m, full, (x,)).square().mean() for m, x in zip(twin.plain, xs)]
-            torch.stack(outer).mean().backward()
-            twin.step()
-        twin.check()
-
-    simulate_ranks(ranks)
+    simulate_ranks(lambda rank: train_by_inner_steps(rank, SHARDS[shard], names))
 
 
 @pytest.mark.parametrize("way", ["autograd", "func"])
