@@ -207,10 +207,10 @@ def is_asked_for_gradient() -> bool:
     return caller is not None and caller.f_code in _asking
 
 
-def is_called_by_dtensor() -> bool:
-    """Whether a function of torch.distributed.tensor is on this thread's stack."""
+def is_called_from(package: str) -> bool:
+    """Whether a function of a module in ``package`` is on this thread's stack."""
     names = (str(frame.f_globals.get("__name__")) for frame in walk_stack())
-    return any(name.startswith("torch.distributed.tensor.") for name in names)
+    return any(name.startswith(f"{package}.") for name in names)
 
 
 def is_converted_by_module() -> bool:

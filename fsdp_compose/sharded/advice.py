@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from fsdp_compose.base.torch_stack import walk_stack
+from fsdp_compose.base.torch_stack import is_called_from, walk_stack
 from fsdp_compose.sharded.ops import MEMORY
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "advise_call",
     "advise_on_target",
     "is_called_by",
-    "is_exporting",
 ]
 
 STATE_KEY = "_fsdp_compose_state"
@@ -361,21 +360,13 @@ def _is_shown(unit: str) -> bool:
 
 def advise_on_target() -> str:
     """What to call instead of writing a slice into a plain tensor."""
-    names = (str(frame.f_globals.get("__name__", "")) for frame in walk_stack())
-    is_torchs = any(name.startswith("torch.distributed.fsdp.") for name in names)
-    return TORCHS_FSDP if is_torchs else WHOLE_COPY
+    return TORCHS_FSDP if is_called_from("torch.distributed.fsdp") else WHOLE_COPY
 
 
 def is_called_by(function: Callable[..., Any]) -> bool:
     """Whether a Python function is on this thread's stack."""
     code = function.__code__
     return any(frame.f_code is code for frame in walk_stack())
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` is on this thread's stack."""
-    names = (str(frame.f_globals.get("__name__", "")) for frame in walk_stack())
-    return any(name.startswith("torch.export.") for name in names)
 
 
 def _self_of(frame: FrameType) -> Any:

@@ -23,14 +23,8 @@ import torch
 from torch.overrides import resolve_name
 
 from fsdp_compose.base.group import SELF, Group, get_global_rank
-from fsdp_compose.base.torch_stack import is_called_by_dtensor
-from fsdp_compose.sharded.advice import (
-    EXPORT,
-    SAVING,
-    TENSOR_PARALLEL_FIRST,
-    advise_call,
-    is_exporting,
-)
+from fsdp_compose.base.torch_stack import is_called_from
+from fsdp_compose.sharded.advice import EXPORT, SAVING, TENSOR_PARALLEL_FIRST, advise_call
 from fsdp_compose.sharded.parallel import Parallel
 
 __all__ = [
@@ -284,7 +278,7 @@ def refuse(func: Callable[..., Any], spec: ShardSpec, why: str = "", instead: st
         why: what is wrong beyond that it needs the whole.
         instead: what to call, where that does not follow from ``func`` and from who calls it.
     """
-    if is_called_by_dtensor():
+    if is_called_from("torch.distributed.tensor"):
         raise ShardedWeightError(
             f"parameter {spec.fqn!r} of unit {spec.unit!r} is sharded (rank {spec.rank} "
             f"holds {spec.held}) and is to become a DTensor now (parallelize_module, "
@@ -312,7 +306,7 @@ def refuse_pickle(spec: ShardSpec) -> NoReturn:
 
 def refuse_export(spec: ShardSpec) -> None:
     """Raise where ``torch.export`` is about to make the parameter its own."""
-    if is_exporting():
+    if is_called_from("torch.export"):
         raise ShardedWeightError(f"{spec.fqn!r} (unit {spec.unit!r}) is sharded. {EXPORT}")
 
 
