@@ -313,6 +313,15 @@ def with_own_reductions(mesh: Mesh) -> Mesh:
     known = _subgroups.setdefault(group.pg, {})
     if "reductions" not in known:
         known["reductions"] = replace(group, pg=ordered_group(group.ranks))
+    return with_known_reductions(mesh)
+
+
+def with_known_reductions(mesh: Mesh) -> Mesh:
+    """``mesh`` with what ``with_own_reductions`` made for its ranks before, if it did."""
+    group = mesh.gather_axis
+    known = {} if group.pg is None else _subgroups.get(group.pg, {})
+    if "reductions" not in known or group.backend not in QUEUES:
+        return mesh
     group = replace(group, reductions=known["reductions"].pg)
     if mesh.axes is None:
         return replace(mesh, shard=group)

@@ -20,9 +20,11 @@ from fsdp_compose import (
     state_dict,
     wrap,
 )
+from fsdp_compose.base import mesh
 from fsdp_compose.base.process import here
+from fsdp_compose.core.guards import moved_parameters
 
-from harness import simulate_ranks
+from harness import fake_world, simulate_ranks
 from models import WIDTH, Tower, Twin, by_block, data, seeded, square, two_blocks, units
 
 
@@ -284,3 +286,21 @@ def test_a_read_of_data_before_a_forward_costs_nothing() -> None:
         assert here.traffic.gathers == 0
 
     simulate_ranks(ranks)
+
+
+def test_another_device_keeps_the_reductions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that comes back to a device has there the communicator that was made for it."""
+    seen: list[Any] = []
+
+    def note(entries: Any, layout: Any, moved: Any, *more: Any) -> None:
+        seen.append(moved.shard)
+        raise NotImplementedError("this device has no memory")
+
+    monkeypatch.setattr(mesh, "QUEUES", ("fake",))
+    monkeypatch.setattr(mesh, "_backend", lambda pg, device: "fake")
+    monkeypatch.setattr(moved_parameters, "make_bucket", note)
+    with fake_world(4):
+        (bucket,) = units(fully_shard(nn.Linear(4, 4)))[0].buckets
+        with pytest.raises(NotImplementedError):
+            moved_parameters._rebuild(bucket, bucket.stored.to("meta"))
+        assert seen[0].reductions is bucket.mesh.shard.reductions is not None

@@ -18,7 +18,7 @@ import torch
 
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.mesh import Mesh, group_of, with_transport
+from fsdp_compose.base.mesh import Mesh, group_of, with_known_reductions, with_transport
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.buckets.bucket import Bucket, Phase
@@ -112,6 +112,7 @@ def _rebuild(bucket: Bucket, shard: torch.Tensor) -> None:
             mesh.axes and (_regroup(mesh.axes[0], device), _regroup(mesh.axes[1], device)),
             mesh.microbatches,
         )
+        mesh = with_known_reductions(mesh)
         spread = None if spread is None else _regroup(spread, device)
         for entry in bucket.entries:
             entry.spec = replace(entry.spec, group=mesh.shard, replicas=mesh.replicate)
