@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.arguments import check_function
+from fsdp_compose.base.arguments import check_function, describe_value
 from fsdp_compose.base.codec import name_function
 
 Op: TypeAlias = Literal["sum", "max", "min", "product"]
@@ -89,6 +89,19 @@ class Started(NamedTuple):
     peers: Sequence[int] = ()
     parts: Sequence[torch.Tensor] = ()
     release: Callable[[], None] | None = None
+
+
+def refuse_started(name: str, found: object) -> NoReturn:
+    """Raise for what the function ``name`` of a transport returned in place of a ``Started``.
+
+    Raises:
+        TypeError: always.
+    """
+    parts = ", in whose parts is this rank's part of the sum, or what each rank adds to it"
+    raise TypeError(
+        f"transport: its function for {name} returned {describe_value(found)}; wanted a "
+        f"fsdp_compose.base.group.Started{parts if name == 'reduce_scatter' else ''}."
+    )
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.group import Call, Group, Op, Started, Transport
+from fsdp_compose.base.group import Call, Group, Op, Started, Transport, refuse_started
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
@@ -166,8 +166,10 @@ def gather_parts(
     traffic.gathers += 1
     traffic.gather_bytes += total - nbytes
     call, heads = _open(group, transport, purpose, nbytes, caller, own)
-    works, peers, _, _ = transport.gather(whole, parts, own, call)
-    exchange = Exchange(works, purpose, peers, heads, finish)
+    started = transport.gather(whole, parts, own, call)
+    if not isinstance(started, Started):
+        refuse_started("gather", started)
+    exchange = Exchange(started.works, purpose, started.peers, heads, finish)
     if finish is not None and not whole.is_cpu:
         exchange.wait()
     return exchange
@@ -287,10 +289,12 @@ def reduce_scatter_parts(
         room = transport.room(parts, group)
     call, heads = _open(group, transport, purpose, nbytes, caller, whole, flags, room)
     if in_tree and not transport.keeps_parts:
-        started = _exchange_parts(parts, call)
+        started: Any = _exchange_parts(parts, call)
     else:
         call = call if factor == 1.0 else call._replace(factor=factor)
         started = transport.reduce_scatter(whole, parts, call)
+        if not isinstance(started, Started) or not started.parts:
+            refuse_started("reduce_scatter", started)
     exchange = Exchange(started.works, purpose, started.peers, heads)
     return ReduceScatter(exchange, started.parts, group.rank, started.release, in_tree)
 
@@ -391,9 +395,7 @@ def all_reduce(
         if caller is not None and is_point_to_point(group):
             send_heads(caller, caller.head(), group, purpose, flags).check()
         here.traffic.all_reduces += 1
-        here.traffic.all_reduce_bytes += (
-            2 * tensor.numel() * tensor.element_size() * (group.size - 1) // group.size
-        )
+        here.traffic.all_reduce_bytes += 2 * tensor.nbytes * (group.size - 1) // group.size
         with _blocking(purpose, group, tensor):
             transport_of(group).all_reduce(tensor, op, Call(group, 0, purpose))
     return tensor

@@ -30,6 +30,7 @@ from fsdp_compose.base.torch_groups import ordered_group
 from fsdp_compose.comm import transports
 from fsdp_compose.comm.collectives import (
     exchange_parts,
+    gather_parts,
     plan_gather,
     plan_reduce,
     reduce_scatter_parts,
@@ -340,6 +341,19 @@ def test_ranks_that_chose_others_raise() -> None:
 def test_what_is_no_seam_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         fully_shard(nn.Linear(2, 2), **options)
+
+
+def test_what_a_transport_must_return() -> None:
+    """One that returns nothing, or no part of a sum, is an error that names its function."""
+    nothing: Any = lambda *_: None  # noqa: E731
+    wrong = replace(PAIRS, gather=nothing, reduce_scatter=lambda *_: Started(), room=lambda *_: ())
+    whole = torch.zeros(8)
+    with fake_world(2):
+        group = mesh.with_transport(mesh.group_of(dist.group.WORLD, whole.device), wrong)
+        with pytest.raises(TypeError, match="for gather returned None; wanted"):
+            gather_parts(whole, whole.chunk(2), whole[:4], group)
+        with pytest.raises(TypeError, match=r"for reduce_scatter returned Started\(.*whose parts"):
+            reduce_scatter_parts(whole, whole.chunk(2), group)
 
 
 def test_what_encode_must_return() -> None:
