@@ -111,26 +111,13 @@ def loads_by_own_code(module: nn.Module) -> bool:
 
 def changes_keys_on_load(module: nn.Module) -> bool:
     """Whether a submodule's own code changes what is loaded, so that only torch knows what fits."""
-    return any(map(_changes_what_it_loads, module.modules()))
+    return any(map(changes_what_it_loads, module.modules()))
 
 
-def _changes_what_it_loads(module: nn.Module) -> bool:
+def changes_what_it_loads(module: nn.Module) -> bool:
+    """Whether a module has load hooks, or a ``_load_from_state_dict``, that are not torch's."""
     is_torchs = type(module).__module__.startswith("torch.distributed.algorithms")
     return not is_torchs and has_foreign_load_hooks(module, "fsdp_compose.")
-
-
-def read_by_own_code(contents: Contents) -> set[str]:
-    """The names whose values the module's own code is given to load, which wants them whole.
-
-    Hooks of a submodule, and its ``_load_from_state_dict``, get what lies in it.
-    """
-    module = contents.module
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return set(contents.values)
-    inside = module.named_modules(remove_duplicate=False)
-    paths = [path for path, inner in inside if _changes_what_it_loads(inner)]
-    starts = tuple(f"{path}.".replace(CHECKPOINTED, "") if path else "" for path in paths)
-    return {name for name, key in contents.native.items() if key.startswith(starts)}
 
 
 def slots_to_load(module: nn.Module) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from fsdp_compose.checkpoint.contents import (
     require_released,
 )
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
+from fsdp_compose.checkpoint.load_hooks import write_from_files
 from fsdp_compose.checkpoint.metadata import manifests, read_metadata, unless_replaced, verify
-from fsdp_compose.checkpoint.model import IncompatibleKeys, state_dict, write
+from fsdp_compose.checkpoint.model import IncompatibleKeys, state_dict
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,
@@ -323,14 +325,13 @@ def _load(
         extra = None if key is None else _unpickle(source.values[key])
         remembered = None if hooks_key is None else _unpickle(source.values[hooks_key])
         versions = _read_versions(source, version_keys)
-    values = {name: source.values[key] for name, key in staged.items()}
+    read = partial(_read_model, source, staged, unknown)
     with unchanged_by_errors(targets or []):
         with SharedErrors(group):
             if targets is not None:
                 write_optim(targets, given)
         with SharedErrors(group):
-            others = {name: source.values[key] for name, key in unknown.items()}
-            left_out = write(contents, values, others, left_out, strict, versions)
+            left_out = write_from_files(contents, read, left_out, strict, versions)
     if stages.is_first and any(left_out):
         _logger.warning("%s", _describe_left_out(root, left_out))
     problem = _restore_hooks(module, source, remembered)
@@ -371,12 +372,26 @@ def _request_model(
     chosen = choose_stored(source.path, contents, outlines, strict, stages)
     for name, stored in chosen.sources.items():
         current = contents.values[name]
-        is_read_alone = isinstance(current, Tensor) and stored not in chosen.whole
-        source.want(keys[stored], current if is_read_alone else None)
+        source.want(keys[stored], current if isinstance(current, Tensor) else None)
     for name in chosen.unknown:
         source.want(keys[name], None)
     known = {name: keys[stored] for name, stored in chosen.sources.items()}
     return known, {name: keys[name] for name in chosen.unknown}, chosen.left_out
+
+
+def _read_model(
+    source: CheckpointSource,
+    staged: Mapping[str, str],
+    unknown: Mapping[str, str],
+    whole: Set[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was read for the module; ``whole``: the names to read once more, all of each."""
+    again = [staged[name] for name in staged if name in whole]
+    for key in (*again, *unknown.values()) if whole else ():
+        source.want(key, None)
+    source.read()
+    values, others = ({n: source.values[key] for n, key in of.items()} for of in (staged, unknown))
+    return values, others
 
 
 def _describe_left_out(root: Path, left_out: IncompatibleKeys) -> str:
@@ -468,10 +483,7 @@ def _comm_hooks_key(source: CheckpointSource, module: nn.Module, group: Group) -
 
 
 def _request_versions(source: CheckpointSource, module: nn.Module) -> list[str]:
-    """Request the versions of submodules, of each stage, where code of the module's own reads them.
-
-    Without them a load hook takes what it saved for that of an older class, and converts it again.
-    """
+    """Request each stage's versions, without which load hooks convert what needs no converting."""
     found = _find_by_rank(source, "versions") if loads_by_own_code(module) else {}
     for key in found.values():
         source.want(key, None)

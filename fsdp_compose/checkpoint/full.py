@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp_compose.base.arguments import check_flag, check_kind, check_positive
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import (
+    Contents,
     contents_of,
     contents_to_load,
     require_released,
@@ -30,7 +31,8 @@ from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
-from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes, write
+from fsdp_compose.checkpoint.load_hooks import write_from_files
+from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes
 from fsdp_compose.checkpoint.ranks import (
     begin_checkpoint_call,
     check_names,
@@ -38,7 +40,7 @@ from fsdp_compose.checkpoint.ranks import (
     describe_call,
     groups_of,
 )
-from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages
+from fsdp_compose.checkpoint.stages import Chosen, Stages, choose_stored, find_stages
 from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
@@ -343,17 +345,29 @@ def _load(
             for name, tensor in stored.items()
         }
         chosen = choose_stored(path, contents, outlines, strict, stages)
-        read: dict[str, Tensor] = {}
-        for name, source in chosen.sources.items():
-            if source not in read:
-                current = None if source in chosen.whole else contents.values[name]
-                read[source] = read_for(stored[source], current)
-        values = {name: read[source] for name, source in chosen.sources.items()}
-        unknown = {name: stored[name].read_all() for name in chosen.unknown}
+        first = _read_chosen(chosen, stored, contents, frozenset())
     left_out = chosen.left_out
+
+    def read(whole: frozenset[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return _read_chosen(chosen, stored, contents, whole) if whole else first
+
     with SharedErrors(group):
-        left_out = write(contents, values, unknown, left_out, strict)
+        left_out = write_from_files(contents, read, left_out, strict)
     return left_out
+
+
+def _read_chosen(
+    chosen: Chosen, stored: Mapping[str, Stored], contents: Contents, whole: frozenset[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a module wants, all of what has the names ``whole``; and what it has no place for."""
+    all_of = {source for name, source in chosen.sources.items() if name in whole}
+    read: dict[str, Tensor] = {}
+    for name, source in chosen.sources.items():
+        if source not in read:
+            current = None if source in all_of else contents.values[name]
+            read[source] = read_for(stored[source], current)
+    values = {name: read[source] for name, source in chosen.sources.items()}
+    return values, {name: stored[name].read_all() for name in chosen.unknown}
 
 
 def read_for(stored: Stored, current: Any) -> Tensor:

@@ -25,7 +25,6 @@ from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
     loads_by_own_code,
-    read_by_own_code,
     slots_to_load,
     visit_full,
 )
@@ -369,13 +368,11 @@ class Chosen:
     Attributes:
         sources: by name in the module, the name under which its value is stored; a tied parameter
             has one for all its names.
-        whole: stored names of those that the module's own code loads, which wants no slices.
         unknown: stored names that the module does not have, and that a hook of its own may know.
         left_out: the missing and the unexpected names.
     """
 
     sources: dict[str, str]
-    whole: set[str]
     unknown: list[str]
     left_out: IncompatibleKeys
 
@@ -404,9 +401,8 @@ def choose_stored(
     for name in sources:
         if isinstance(contents.values[name], Tensor):
             sources[name] = once[id(contents.values[name])]
-    whole = {sources[name] for name in read_by_own_code(contents) if name in sources}
     unknown = matched.unexpected if custom else []
-    return Chosen(sources, whole, unknown, IncompatibleKeys(matched.missing, matched.unexpected))
+    return Chosen(sources, unknown, IncompatibleKeys(matched.missing, matched.unexpected))
 
 
 def join_states(

@@ -144,6 +144,11 @@ def fuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
     state[prefix + "weight"], state[prefix + "bias"] = both[:24].view(6, 4), both[24:]
 
 
+def first_row(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes a run of the weight for the bias, which is cut otherwise."""
+    state[prefix + "bias"] = state[prefix + "weight"].view(-1)[:6]
+
+
 def turned(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Reads the whole of a value that fits."""
     state[prefix + "weight"] = state[prefix + "weight"].flip(0).cumsum(1)
@@ -193,6 +198,7 @@ LOADS: dict[str, Callable[[], nn.Module]] = {
     "transpose": lambda: Two(pre=transpose),
     "fuse": lambda: Two(pre=fuse),
     "whole": lambda: Two(pre=turned),
+    "row": lambda: Two(pre=first_row),
     "override": OwnLoading,
     "forgive": Forgiving,
 }
@@ -225,22 +231,28 @@ def note_and_load(model: nn.Module, given: list[Tensor], state: Any, **more: Any
     return nn.Module.load_state_dict(model, state, **more)
 
 
+@pytest.mark.parametrize("case", ["whole", "row"])
 @pytest.mark.parametrize("units", [True, False])
-def test_load_hooks_read_whole_tensors_of_files(units: bool, tmp_path: Path) -> None:
-    """The other layer's are read as slices: a hook alone needs the whole in memory."""
+def test_load_hooks_read_whole_tensors_of_files(units: bool, case: str, tmp_path: Path) -> None:
+    """Where they read slices in vain, and those of the other layer stay slices."""
 
     def body(rank: int) -> None:
-        plain, other = seeded(LOADS["whole"]), shard(seeded(Two, 1), units)
+        plain, other = seeded(LOADS[case]), shard(seeded(Two, 1), units)
         plain.load_state_dict(seeded(Two, 1).state_dict())
         fc.save_full(tmp_path / "full", other)
         fc.save_checkpoint(tmp_path / "dcp", other)
         for name, load in {"full": fc.load_full, "dcp": fc.load_checkpoint}.items():
             given: list[Tensor] = []
-            model = shard(seeded(LOADS["whole"]), units)
+            model = shard(seeded(LOADS[case]), units)
             model.load_state_dict = partial(note_and_load, model, given)  # type: ignore[assignment]
             load(tmp_path / name, model)
             assert_same(values_of(model), values_of(plain))
-            assert [is_sharded(value) for value in given] == [False, False, True, True]
+            assert [is_sharded(value) for value in given] == [True] * 4 + [False, False, True, True]
+            model, given = shard(seeded(lambda: Two(pre=halve)), units), []
+            model.load_state_dict = partial(note_and_load, model, given)  # type: ignore[assignment]
+            load(tmp_path / name, model)
+            assert_same(values_of(model)[0], values_of(other)[0] / 2)
+            assert [is_sharded(value) for value in given] == [True] * 4
 
     simulate_ranks(body)
 
