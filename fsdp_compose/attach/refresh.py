@@ -67,8 +67,9 @@ def refresh(module: M, *, init: Init | None = None, param_init_fn: InitFn | None
     buckets of their unit and with its options. Parameters that are there still, wherever they are
     now, keep their slices, their gradients and their optimizer state; those moved to another place
     take its name. Parameters that no unit reads any more become plain and whole again, as after
-    ``undo``; the memory of their slices is kept as padding until ``undo``. The optimizer is the
-    caller's: give it the new parameters, and take the removed ones from it.
+    ``undo``; the memory of their slices is kept as padding until ``undo``. Buffers that modules
+    were given since are cast to ``buffer_dtype``. The optimizer is the caller's: give it the new
+    parameters, and take the removed ones from it.
 
     Trainable parameters that a forward would leave out raise there and name this function. What is
     in no unit is not seen by it: shard the outermost module, so that everything is in some unit.
