@@ -227,7 +227,7 @@ def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:
 
 
 class Reduce(torch.autograd.Function):
-    """Averages full gradients of some entries over the ranks; returns this rank's slices."""
+    """Averages full gradients of some entries over the ranks; returns slices where shards lie."""
 
     @staticmethod
     @untraced
@@ -238,8 +238,8 @@ class Reduce(torch.autograd.Function):
         ctx.dtype = grads[0].dtype if grads else bucket.full.dtype
         by_entry = dict(zip(given, grads, strict=True))
         flat = reduce_apart(bucket, [by_entry.get(entry) for entry in bucket.entries], trained)
-        pieces = flat.split(bucket.views.splits)
-        return tuple([pieces[bucket.views.pieces[entry.index]].clone() for entry in given])
+        pieces, places = flat.split(bucket.views.splits), bucket.views.pieces
+        return tuple([pieces[places[e.index]].to(bucket.stored.device, copy=True) for e in given])
 
     @staticmethod
     @untraced

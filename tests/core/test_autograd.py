@@ -17,6 +17,7 @@ from fsdp_compose import (
     accumulate,
     fully_shard,
     gathered,
+    get_state,
     is_fully_sharded,
     no_sync,
     reduce_grads,
@@ -168,6 +169,15 @@ class Spare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.block(x))
+
+
+def test_gradients_asked_for_lie_where_shards_do() -> None:
+    """Weights that are gathered elsewhere, as those of offloaded shards on a GPU, do not decide."""
+    model = fully_shard(nn.Linear(2, 2))
+    (bucket,) = get_state(model).unit.buckets
+    bucket.stored = bucket.stored.detach().to("meta")
+    loss = model(torch.ones(1, 2)).sum()
+    assert all(grad.is_meta for grad in torch.autograd.grad(loss, leaves(model)))
 
 
 @pytest.mark.parametrize("option", ["allow_unused", "materialize_grads"])
