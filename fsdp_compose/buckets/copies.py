@@ -36,11 +36,12 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
             Entry(param, spec, entry.names, [], kind=entry.kind, grad_dtype=entry.grad_dtype)
         )
     given = [to_local(entry.param) for entry in entries]
+    stored = bucket.stored.detach()
     copied = make_bucket(
         entries,
         bucket.layout,
         bucket.mesh,
-        bucket.stored.detach().clone(),
+        torch.empty_like(stored, pin_memory=stored.is_pinned()).copy_(stored),
         bucket.mp,
         bucket.offload,
         bucket.spread,

@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from fsdp_compose import (
+    Offload,
     ShardedWeightError,
     ShardingStrategy,
     count_traffic,
+    fully_shard,
     load_checkpoint,
     save_checkpoint,
     state_dict,
@@ -78,6 +80,23 @@ def averaged(before: bool, multi: bool) -> Callable[[int], None]:
 @pytest.mark.parametrize("before", [False, True])
 def test_averaged_model(before: bool, multi: bool) -> None:
     run_ranks(averaged(before, multi), 2)
+
+
+def test_an_average_of_pinned_weights_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an offloaded model, which a GPU reads while the host goes on."""
+    model = fully_shard(nn.Linear(2, 2), offload_policy=Offload(params=True, pin_memory=False))
+    asked: list[Any] = []
+    make = torch.empty_like
+
+    def noted(tensor: torch.Tensor, pin_memory: Any = False, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return make(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", noted)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: "as it is")
+    average = AveragedModel(model)
+    assert "as it is" in asked
+    assert torch.equal(average.module.weight.full_tensor(), model.weight.full_tensor())
 
 
 def test_batch_statistics_of_an_averaged_model() -> None:
