@@ -6,6 +6,7 @@ offloaded shards are those of many ranks, without the collectives.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -139,6 +140,42 @@ def test_gradients_set_in_scopes_reach_the_host(offload: Offload) -> None:
                 p.grad = torch.ones_like(p)
         assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
         assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
+
+    run_ranks(check, 1, backend=BACKEND)
+
+
+@pytest.mark.parametrize("offload", [Offload(params=True), Offload(optimizer=True, grads=True)])
+def test_gradients_with_graphs_reach_the_host(offload: Offload) -> None:
+    """They are computed on the GPU, and the parameters whose they are lie on the host."""
+
+    def losses(model: torch.nn.Module) -> list[torch.Tensor]:
+        params, x = dict(model.named_parameters()), data(0, 0).float()
+        grads = torch.autograd.grad(square(model, x), list(params.values()), create_graph=True)
+        assert all(grad.device == p.device for grad, p in zip(grads, params.values(), strict=True))
+        fast = {name: p - 0.1 * grad for (name, p), grad in zip(params.items(), grads, strict=True)}
+        loss = torch.func.functional_call(model, fast, (x,)).square().mean()
+        loss = loss + sum(grad.square().sum() for grad in grads).to(x.device)
+        loss.backward()
+        square(model, x).backward(create_graph=True)  # which adds to it
+        return [p.grad.to(p.device) for p in params.values() if p.grad is not None]
+
+    def check(rank: int) -> None:
+        plain = seeded(Tower).float()
+        wanted = losses(plain)
+        model = by_block(seeded(Tower).float(), offload_policy=offload)
+        found = [grad.full_tensor() for grad in losses(model)]
+        for grad, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(grad.detach().cpu(), theirs.detach().cpu())
+
+    warnings.filterwarnings("ignore", message="Using backward.* with create_graph=True")
+    run_ranks(check, 1, backend=BACKEND)
+
+
+def test_a_copy_of_offloaded_weights_is_pinned() -> None:
+    def check(rank: int) -> None:
+        model = by_block(seeded(Tower).float(), offload_policy=Offload(params=True))
+        twin = copy.deepcopy(model)
+        assert all(p.to_local().is_pinned() for p in twin.parameters() if p.to_local().numel())
 
     run_ranks(check, 1, backend=BACKEND)
 
