@@ -68,6 +68,8 @@ def gathered(
     ``torch.autograd.grad`` of a parameter gives the gradient of the whole, averaged over ranks; of
     a tensor made from one (``p.clone()``, or by ``torch.func``), it gives this rank's own.
 
+    What is made from a parameter without a graph (``p.detach()``) and kept has the values of this
+    scope: it does not follow the parameter, as it would in plain torch.
     After an optimizer's step inside the scope, the parameters of the units it stepped hold their
     slices, as they do outside: the scope has no full tensors of the new values.
 
