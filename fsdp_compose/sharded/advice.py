@@ -303,16 +303,14 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
         )
         if found is not None:
             return found
-        if func in MEMORY:
-            continue
         owner, name = _self_of(frame), frame.f_code.co_name
         if isinstance(owner, Optimizer) and not in_forward:
             return _in_optimizer(type(owner).__name__)
-        if isinstance(owner, GraphModule):
+        if isinstance(owner, GraphModule) and func not in MEMORY:
             return GRAPH
         if isinstance(owner, nn.Module):
             in_forward = True  # an optimizer's closure may have called it
-        if is_copy:
+        if is_copy or func in MEMORY:
             continue
         if isinstance(owner, nn.Module) and name == "_call_impl":
             if inner is not owner and _heads(owner, unit):

@@ -40,6 +40,14 @@ class Covering(Whitening):
         return torch.ones(grad.shape).addcmul_(grad, grad)
 
 
+class Addressing(Whitening):
+    """One that knows parameters by their addresses, as heavyball's do."""
+
+    def direction(self, grad: Tensor) -> Tensor:
+        self.state.setdefault(grad.data_ptr(), {})
+        return grad
+
+
 class Scorer(nn.Module):
     """A submodule with a method of its own."""
 
@@ -98,7 +106,8 @@ def test_in_an_optimizer_owner_step_is_named() -> None:
         says(text, "local_parameters(model)", "wrong without an", "Prodigy", "LAMB", "sends")
         matrices = [p for p in model.parameters() if p.ndim == 2]
         says(refusal(torch.optim.Muon(matrices).step), "owner_step", "Muon(groups")
-        says(refusal(Covering(model.parameters()).step), "owner_step(params, lambda groups:")
+        for made in (Covering, Addressing):
+            says(refusal(made(model.parameters()).step), "owner_step(params, lambda groups:")
         for kind in (Whitening, Covering):
             fc.owner_step(model.parameters(), kind).step()
         assert "Prodigy" in (fc.local_parameters.__doc__ or "")
