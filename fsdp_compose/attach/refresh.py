@@ -7,6 +7,8 @@ given back whole and plain, and its place in the bucket stays, as padding.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,6 +160,7 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
     for unit in units:
         for reason in tuple(unit.holds):
             unit.engine.schedule.drop(unit, reason)
+    _adopt_buckets(units)
     read = {entry for change in survey for entry in change.read}
     read |= {e for u in _list_other_units(units) for e in u.borrowed}
     for change in survey:
@@ -169,6 +172,22 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
         remember(unit)
     choose_buffers_again(units)
     _leave_for_loading(metas, module)
+
+
+def _adopt_buckets(units: Sequence[Unit]) -> None:
+    """Give buckets of units whose modules were removed to the first unit that reads from them."""
+    lent = [(u, bucket) for u in units for bucket in u.gathered[len(u.buckets) :]]
+    if any(_find_unit(bucket) not in units for _, bucket in lent):
+        gc.collect()  # as on the other ranks, of which some may have collected a removed module
+    for unit, bucket in lent:
+        if _find_unit(bucket) is None:
+            unit.buckets.append(bucket)
+            bucket.users.borrowers.discard(unit)
+            bucket.users.unit = weakref.ref(unit)
+
+
+def _find_unit(bucket: Bucket) -> Unit | None:
+    return None if bucket.users.unit is None else bucket.users.unit()
 
 
 def _leave_for_loading(metas: dict[MeshLike | None, MetaValues], module: nn.Module) -> None:

@@ -21,6 +21,7 @@ from fsdp_compose import (
     save_checkpoint,
     save_full,
     state_dict,
+    undo,
     wrap,
 )
 
@@ -191,6 +192,28 @@ class GatheringReader(Reader):
 
 def read_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model((x[:, 0].abs() * 7).long() % 5).square().mean()
+
+
+def test_a_unit_with_a_tied_weight_is_removed() -> None:
+    """The weight goes on in the unit that reads it still; what it lay beside is let go."""
+
+    def build() -> nn.Module:
+        model = Tower(2)
+        model.blocks[1].down.weight = model.blocks[0].down.weight
+        return model
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(build)), seeded(build)
+        together(model, plain, rank, steps=1)
+        for each in (model, plain):
+            del each.blocks[0]
+        refresh(model)
+        together(model, plain, rank, steps=2)
+        same(model, plain)
+        undo(model)
+        torch.testing.assert_close(model.blocks[0].down.weight, plain.blocks[0].down.weight)
+
+    simulate_ranks(ranks)
 
 
 def test_a_vocabulary_grows() -> None:
