@@ -23,11 +23,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
+import fuzz_autograd  # noqa: F401 - its operations
 import fuzz_calls  # noqa: F401 - its operations
 import fuzz_losses  # noqa: F401 - its operations
+import fuzz_phases  # noqa: F401 - its operations
+import fuzz_surgery  # noqa: F401 - its operations
 import torch
 import torch.distributed as dist
 
+import fsdp_compose as fc
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.bucket import Bucket
@@ -44,7 +48,17 @@ from fsdp_compose.simulation import (
 )
 
 from fuzz_operations import Run, make_optimizer, operations, shard
-from fuzz_programs import Case, OnPurpose, build, draw, leaves, nodes, smaller, world_of
+from fuzz_programs import (
+    Case,
+    OnPurpose,
+    build,
+    draw,
+    leaves,
+    leaves_units_kept,
+    nodes,
+    smaller,
+    world_of,
+)
 from fuzz_search import Found, run_in_workers, seeds_of
 from fuzz_storage import remove_folders
 from fuzz_twin import Batched
@@ -57,8 +71,11 @@ def run_case(rank: int, case: Case) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="the forward of unit")  # a skipped node
     warnings.filterwarnings("ignore", message="module forward hook")  # torch's, of a second error
+    warnings.filterwarnings("ignore", message="`_get_pg_default_device`")  # torch calls it itself
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-    low = bool(case.compute) or any(leaf.dtype != "float64" for leaf in leaves(case.tree))
+    low = bool(case.compute or case.reduce) or any(
+        leaf.dtype != "float64" for leaf in leaves(case.tree)
+    )
     tolerance = Tolerance(1e-3, 1e-4) if low else Tolerance(1e-7, 1e-9)
     twin = Batched(
         rank,
@@ -78,6 +95,11 @@ def run_case(rank: int, case: Case) -> None:
         for node in nodes(model):
             node.skip = None
     twin.train_on(99)
+    if leaves_units_kept(case.tree):
+        for unit in fc.units_of(twin.model):
+            fc.reshard(unit)
+        twin.check()
+        return
     assert_at_rest(twin.model)
     for log in {log for unit in units(twin.model) for log in unit.links.logs}:
         assert not log.events and not log.guesses, "a step ends with nothing left to compare"

@@ -338,4 +338,11 @@ FOUND = {
     "what smaller groups keep for backward is written unseen": Case(
         TWO, 4, "FULL_SHARD", (("step", 0), ("write unseen", 1)), release=2,
     ),
+    "a forward from before a backward that failed computes a part again": Case(
+        Node((Node((Leaf("matrix"),), recompute="saved"),)), 2, "FULL_SHARD", (("between", 40),),
+    ),
+    "a unit is removed that has a tied weight": Case(
+        Node((Leaf("matrix", unit=True), Leaf("matrix", tie=0))), 2, "FULL_SHARD",
+        (("remove", 0), ("step", 0)),
+    ),
 }  # fmt: skip

@@ -107,7 +107,9 @@ def _hook_on_a_module(run: Run, n: int, seed: int) -> None:
 
     handles = []
     for model in run.both:
-        module = nodes(model)[n % len(nodes(model))]
+        wrapped = [m for node in nodes(model) if node.node.style != "plain" for m in node.children_]
+        found = [node for node in nodes(model) if node not in wrapped]
+        module = found[n % len(found)]
         if n % 3 == 0:
             handles.append(module.register_forward_pre_hook(scale_input, prepend=bool(n % 2)))
         elif n % 3 == 1:

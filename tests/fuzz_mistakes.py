@@ -122,7 +122,7 @@ def _participate(run: Run, n: int, seed: int) -> None:
         (i, j)
         for i, node in enumerate(every)
         for j, child in enumerate(node.children_)
-        if fc.is_fully_sharded(child)
+        if fc.is_fully_sharded(child) and node.node.style == "plain"
     ]
     if not found or recomputes(run) or any(name == "skip" for name, _ in run.case.ops):
         return

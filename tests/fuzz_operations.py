@@ -23,7 +23,16 @@ from fsdp_compose import (
 from fsdp_compose.base.policy import Init
 from fsdp_compose.scopes.switches import Keep
 
-from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, nodes, spec_of
+from fuzz_programs import (
+    BYTES,
+    HYBRID,
+    Case,
+    LeafModule,
+    NodeModule,
+    leaves_units_kept,
+    nodes,
+    spec_of,
+)
 from fuzz_twin import Batched, penalised_losses
 from models import assert_at_rest, compare, mesh_of_replicas, units, whole
 
@@ -73,7 +82,9 @@ def _shard_one(
         granularity=case.granularity,
         static_buffers=case.static or False,
         mp_policy=MixedPrecision(
-            param_dtype=getattr(torch, case.compute) if case.compute else None
+            param_dtype=getattr(torch, case.compute) if case.compute else None,
+            reduce_dtype=getattr(torch, case.reduce) if case.reduce else None,
+            gather_codec=BYTES if case.codec else None,
         ),
         offload_policy=Offload(**dict.fromkeys(case.offload, True), pin_memory=False),
         init=init,
@@ -127,7 +138,7 @@ def operation(name: str) -> Callable[[Operation], Operation]:
 @operation("step")
 def _step(run: Run, n: int, seed: int) -> None:
     run.twin.train_on(seed)
-    if not run.waiting:
+    if not run.waiting and not leaves_units_kept(run.case.tree):
         assert_at_rest(run.twin.model)
     has_gradients = any(p.grad is not None for p in run.twin.reference.parameters())
     if run.twin.optim is not None and has_gradients:  # a step of none is an error (D12)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_compose import participate
+from fsdp_compose import GatherCodec, participate
 from fsdp_compose.simulation import (
     DelayMessage,
     DelayRank,
@@ -61,6 +61,7 @@ class Node:
     unit: bool = False
     recompute: str = "no"  # no | saved | selective | reentrant
     calls: int = 1
+    style: str = "plain"  # how it calls its children: see ``call``
 
 
 Spec: TypeAlias = Leaf | Node
@@ -86,9 +87,11 @@ class Case:
     backend: str = "gloo"  # or "nccl": the path of groups whose collectives are one call
     mixed: str = ""  # the strategy of the last unit inside the model, over two groups of ranks
     static: int = 0  # in how many buffers at fixed addresses units are gathered by turns
+    reduce: str = ""  # the dtype in which gradients travel, where it is another
+    codec: bool = False  # weights travel as bytes that a codec makes
 
 
-OPS = (
+FIRST_OPS = (
     "step", "accumulate", "accumulate sharded", "accumulate unsharded", "accumulate local",
     "no_sync", "two forwards", "crossed", "retain", "no_grad", "inference", "eval", "dropped",
     "toggle", "skip", "skip here", "fail", "fail backward", "write", "write data", "update",
@@ -103,9 +106,41 @@ OPS = (
     "enabled inside", "own operand", "own edit", "own write", "own settings", "interrupt",
     "write unseen", "read below", "own clear",
 )  # fmt: skip
+LATER_OPS = (
+    "between", "in a graph", "while waiting", "switch units", "part", "nested scopes", "look",
+    "pending", "uneven", "state type", "fail in a scope", "fail in a hook", "fail again", "halved",
+    "reports", "replace", "append", "remove", "exchange", "move", "later group", "another model",
+    "shard otherwise", "copies", "average", "owners", "two optimizers", "closure", "buffers",
+    "checkpoint around", "twice through", "input gradient", "packed", "transform",
+    "functional gradient", "product", "several roots", "clip by value", "save behind",
+    "load from one", "unshard a part", "own gradients",
+)  # fmt: skip
+"""Drawn by a generator of their own: programs of before keep the operations that they had."""
+OPS = FIRST_OPS + LATER_OPS
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
 OPTIMIZERS = ("sgd", "decayed sgd", "adamw", "adamw for-loop")
+
+
+@dataclass
+class Given:
+    """What a module that is called in style "object" is given, and returns."""
+
+    value: Tensor
+    rest: Any = None
+
+
+def _encode(shard: Tensor) -> Tensor:
+    return shard.clone().view(torch.uint8)
+
+
+def _decode(encoded: Tensor, into: Tensor) -> None:
+    wide = encoded.numel() == 8 * into.numel()
+    into.copy_(encoded.view(torch.float64 if wide else torch.float32))
+
+
+BYTES = GatherCodec(_encode, _decode)
+"""Weights travel as their own bytes, in their own dtype."""
 
 
 class OnPurpose(Exception):
@@ -151,7 +186,7 @@ class NodeModule(nn.Module):
             if i == self.skip:
                 continue
             try:
-                x = child(x) if i != self.joins else participate(child, x)
+                x = call(child, x, self.node.style) if i != self.joins else participate(child, x)
             except KeyboardInterrupt:
                 if i != self.stops:
                     raise
@@ -162,7 +197,14 @@ class NodeModule(nn.Module):
             x.register_hook(_raise)
         return x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, *, parts: Any = None, scale: float = 1.0) -> Any:
+        if parts is not None:
+            return {"found": (self.compute(parts["x"][0]), scale)}
+        if isinstance(x, Given):
+            return Given(self.compute(x.value), x.rest)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
         y = x
         for _ in range(self.node.calls):
             if self.node.recompute == "no" or not torch.is_grad_enabled():
@@ -177,8 +219,35 @@ class NodeModule(nn.Module):
         chosen = {"context_fn": _keep_products} if self.node.recompute == "selective" else {}
         return checkpoint(self.run, x, use_reentrant=False, **chosen)
 
+    def encode(self, x: Tensor) -> Tensor:
+        return self.run(x) * 0.5
+
     def double(self) -> NodeModule:
         return self
+
+
+STYLES = ("keywords", "object", "sampled", "detached", "unused", "chunked")
+
+
+def call(child: nn.Module, x: Tensor, style: str) -> Tensor:
+    """What ``child`` makes of ``x``, as one of ``STYLES`` calls it."""
+    if style == "keywords" and isinstance(child, NodeModule):
+        found, scale = child(parts={"x": [x, None, 3]}, scale=1.0)["found"]
+        return found * scale
+    if style == "object" and isinstance(child, NodeModule):
+        return child(Given(x, ("a", None))).value
+    if style == "sampled":  # once without gradients
+        with torch.no_grad():
+            first = child(x)
+        return child(x) + 0.1 * first
+    if style == "detached":
+        return x + child(x.detach())
+    if style == "unused":
+        return x + 0.1 * child(x).detach()
+    if style == "chunked":
+        return torch.cat([child(part) for part in x.chunk(2)])
+    found: Tensor = child(x)
+    return found
 
 
 _keep_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
@@ -217,6 +286,12 @@ def nodes(model: nn.Module) -> list[NodeModule]:
     return [m for m in model.modules() if isinstance(m, NodeModule)]
 
 
+def leaves_units_kept(tree: Node) -> bool:
+    """Whether units run whose backward may never come, and stay gathered until the next forward."""
+    inside = any(isinstance(child, Node) and leaves_units_kept(child) for child in tree.children)
+    return inside or tree.style in ("unused", "detached")
+
+
 def leaves(tree: Spec) -> list[Leaf]:
     if isinstance(tree, Leaf):
         return [tree]
@@ -246,11 +321,13 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
     spreads = spreads and sharers > 2 and sharers % 2 == 0
     strategy = rng.choice(HYBRID if hybrid else STRATEGIES)
     longest = 5 if world >= LARGE else 9
-    return Case(
+    first = Case(
         tree=_draw_node(rng, depth=3, budget=[rng.randint(2, 5 if world >= LARGE else 8)]),
         world=world,
         strategy=strategy,
-        ops=tuple((rng.choice(OPS), rng.randrange(12)) for _ in range(rng.randint(2, longest))),
+        ops=tuple(
+            (rng.choice(FIRST_OPS), rng.randrange(12)) for _ in range(rng.randint(2, longest))
+        ),
         prefetch=rng.choice(((1, 1), (0, 0), (2, 1), (1, 3))),
         granularity=rng.choice((1, 1, 1, "row", "tensor")),
         release=rng.choice((None, None, True, 2 if spreads else None))
@@ -267,6 +344,29 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
         mixed=_draw_mixed(rng, world, hybrid),
         static=rng.choice((2, 3)) if rng.random() < 0.15 else 0,
     )
+    return _draw_later(first, random.Random(f"later {seed} {world}"))
+
+
+def _draw_later(case: Case, rng: random.Random) -> Case:
+    """Add what is drawn since: other operations, styles of calls, and how data travels."""
+    ops = list(case.ops)
+    for _ in range(rng.choice((0, 1, 2, 3))):
+        ops.insert(rng.randint(0, len(ops)), (rng.choice(LATER_OPS), rng.randrange(240)))
+    return replace(
+        case,
+        ops=tuple(ops),
+        tree=_restyle(case.tree, rng),
+        reduce="float32" if rng.random() < 0.1 else "",
+        codec=rng.random() < 0.1 and HYBRID[2] not in (case.strategy, case.mixed),
+    )
+
+
+def _restyle(node: Node, rng: random.Random) -> Node:
+    children = tuple(
+        child if isinstance(child, Leaf) else _restyle(child, rng) for child in node.children
+    )
+    style = rng.choice(STYLES) if rng.random() < 0.25 else "plain"
+    return replace(node, style=style, children=children)
 
 
 def _draw_mixed(rng: random.Random, world: int, hybrid: bool) -> str:
@@ -325,6 +425,7 @@ def smaller(case: Case) -> Iterator[Case]:
         ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
         ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
         ("compute", ""), ("offload", ()), ("reordered", False), ("mixed", ""), ("static", 0),
+        ("reduce", ""), ("codec", False),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
@@ -334,7 +435,11 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def _smaller_trees(spec: Spec) -> Iterator[Spec]:
-    plain = Leaf("matrix") if isinstance(spec, Leaf) else replace(spec, recompute="no", calls=1)
+    plain = (
+        Leaf("matrix")
+        if isinstance(spec, Leaf)
+        else replace(spec, recompute="no", calls=1, style="plain")
+    )
     if spec != plain:
         yield plain
     if spec.unit:

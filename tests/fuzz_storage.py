@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 import fsdp_compose as fc
 from fsdp_compose.base.process import here
@@ -223,3 +227,89 @@ def _edit_in_a_scope(run: Run, n: int, seed: int) -> None:
         for model in run.both:
             param = model.get_parameter(name)
             param.add_(torch.ones_like(param).tril() if param.ndim == 2 else 0.25)
+
+
+@operation("save behind")
+def _save_behind(run: Run, n: int, seed: int) -> None:
+    """A checkpoint has the weights and state of when it was begun, whatever is done meanwhile."""
+    if here.simulated is None:
+        return
+    path, model, optim = _folder(run, seed), run.twin.model, run.twin.optim
+    saving = fc.save_checkpoint(path, model, optim, asynchronous=True)
+    if n % 2:
+        run.twin.train_on(seed)
+    _spoil(run)
+    if n % 3 == 0 and optim is not None:
+        for state in optim.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.mul_(3)
+    saving.wait()
+    fc.load_checkpoint(path, model, optim)
+    run.waiting = True
+    _compare_state(run)
+    run.twin.check_grads()
+
+
+@operation("load from one")
+def _load_from_one_rank(run: Run, n: int, seed: int) -> None:
+    """One rank alone has what is loaded, of the model or of a part, by this library or by torch."""
+    parts = list(run.twin.model.modules()) if n % 3 else [run.twin.model]
+    chosen = n % len(parts)
+    part, plain = parts[chosen], list(run.twin.reference.modules())[chosen]
+    if not any(True for _ in part.parameters()):
+        return
+    saved = copy.deepcopy(fc.state_dict(part, rank0_only=True))
+    assert bool(saved) == (run.rank == 0)
+    _spoil(run)
+    if n % 4 == 3 and part is run.twin.model:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(part, saved, options=options)
+    else:
+        fc.load_state_dict(part, saved, broadcast_from_rank0=True)
+    full = fc.state_dict(part)
+    for name, wanted in plain.state_dict().items():
+        run.compare(name, full[name], wanted)
+    fc.load_state_dict(run.twin.model, run.twin.reference.state_dict())
+
+
+@operation("unshard a part")
+def _unshard_a_part(run: Run, n: int, seed: int) -> None:
+    """Units that are gathered by name, one after the other or all, around passes."""
+    found = fc.units_of(run.twin.model)
+    chosen = found[n % len(found)]
+    handle = fc.unshard(chosen, async_op=n % 2 == 0)
+    if n % 3 == 0:
+        with fc.accumulate(run.twin.model, keep="unsharded"):
+            run.twin.train_on(seed)
+            run.twin.train_on(seed + 20)
+    elif handle is not None and n % 4:
+        handle.wait()
+    with torch.no_grad():
+        run.infer(seed)
+    run.twin.train_on(seed)
+    fc.reshard(chosen)
+    run.waiting = True
+    run.twin.check_grads()
+
+
+@operation("own gradients")
+def _edit_gradients(run: Run, n: int, seed: int) -> None:
+    """What loops do to gradients by hand."""
+    run.twin.train_on(seed)
+    for model in run.both:
+        params = [p for p in model.parameters() if p.grad is not None]
+        for param in params:
+            if n % 5 == 0:
+                param.grad.add_(param.detach(), alpha=0.1)
+            elif n % 5 == 1:
+                param.grad = param.grad * 0.5 + 0.1 * param.detach()
+            elif n % 5 == 2:
+                param.grad = -param.grad
+            elif n % 5 == 3:
+                param.grad = torch.where(param.grad > 0, param.grad, torch.zeros_like(param.grad))
+        if n % 5 == 4 and params:
+            with torch.no_grad():
+                torch._foreach_sub_(params, [p.grad for p in params], alpha=0.01)
+                torch._foreach_zero_([p.grad for p in params])
+    run.twin.check_grads()
