@@ -18,7 +18,7 @@ from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard,
 from fsdp_compose.report import Plan, explain, plan
 from fsdp_compose.report.activations import measure_activations
 from fsdp_compose.report.plan import imagine_mesh
-from fsdp_compose.report.text import size
+from fsdp_compose.report.text import count, size
 
 from harness import run_ranks
 from models import Ledger, Tower, by_block, data, mesh_of_replicas, seeded, square
@@ -230,13 +230,39 @@ def test_forwards_that_ask_for_numbers() -> None:
         plan(Tower(), world_size=2, sample="no input")
 
 
+class Latent(nn.Linear):
+    """Attention with values of another width, and an output that needs no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(8, 2 * (4 + width))
+        self.out = nn.Linear(2 * width, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        heads = super().forward(x).tanh().unflatten(-1, (2, -1)).transpose(1, 2)
+        found = F.scaled_dot_product_attention(heads[..., :4], heads[..., :4], heads[..., 4:])
+        return self.out(found.transpose(1, 2).flatten(2)), x.detach() > 0
+
+
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_what_needs_a_gradient_is_kept(width: int) -> None:
+    """Under ``no_grad`` too; of a frozen model where the sample needs one."""
+    model, sample = Latent(width), torch.ones(2, 5, 8)
+    wanted = plan(model, world_size=2, sample=sample).activations
+    with torch.no_grad():
+        assert plan(model, world_size=2, sample=sample).activations == wanted
+    model.requires_grad_(False)
+    frozen = plan(model, world_size=2, sample=sample).activations
+    asked = plan(model, world_size=2, sample=sample.requires_grad_()).activations
+    assert wanted.kept > frozen.kept < asked.kept
+
+
 def test_sizes_and_numbers_of_states() -> None:
     """As a program computes them, and as the command line has them."""
     for given in ("2048", "2KiB", 2048, 2048.9, "2.048 kB"):
         assert plan(Tower(), world_size=2, device_memory=given).device_memory == 2048
     named, counted = (plan(Tower(), world_size=2, optimizer=o).memory for o in ("adamw", "2"))
     assert named.optimizer == counted.optimizer > 0
-    assert size((1 << 20) - 1) == "1.00 MiB"
+    assert (size((1 << 20) - 1), size(10235), count(999_600)) == ("1.00 MiB", "10.0 KiB", "1.00M")
     assert plan(fully_shard(Tower()), device_memory="1GiB").fits is True
 
 
