@@ -172,7 +172,10 @@ def test_trace_of_a_script_that_fails(
     assert main(command) == 2 and "nothing was recorded" in capsys.readouterr().err
 
 
-def test_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_nothing_wrong_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(launch.AGENT_STORE, "True")  # as in what torchrun starts
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     said = " ".join(finding["what"] for finding in findings)
@@ -219,6 +222,18 @@ def test_doctor_reads_variables_as_they_are_meant(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FSDP_COMPOSE_DEBUG", "1")
     said = " ".join(finding.what for finding in doctor.check_network())
     assert "NCCL_SOCKET_IFNAME names 'docker9', which is not there" in said and "DEBUG is" in said
+    monkeypatch.setenv("OMP_NUM_THREADS", "9999")
+    monkeypatch.setenv("MASTER_PORT", "70000")
+
+    def find_no_host(name: str) -> str:
+        raise OSError(name)
+
+    monkeypatch.setattr(socket, "gethostbyname", find_no_host)
+    said = " ".join(
+        str(f) for check in (doctor.check_machine, doctor.check_network) for f in check()
+    )
+    for word in ("9999 is more than the cores", "MASTER_PORT is '70000'", "cannot be resolved"):
+        assert word in said, said
 
 
 def test_doctor_takes_the_port_of_an_ended_job(monkeypatch: pytest.MonkeyPatch) -> None:

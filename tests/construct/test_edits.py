@@ -24,6 +24,7 @@ from fsdp_compose import (
     undo,
     wrap,
 )
+from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
@@ -166,6 +167,18 @@ def test_ties_change_outside_of_scopes(edit: Callable[[Any], None], policy: Any)
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
     run_ranks(ranks, 2)
+
+
+def test_what_a_unit_outside_reads_stays_sharded() -> None:
+    """``refresh`` of one unit takes no parameter from another one that it was tied to."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = tied = model[0].weight
+    fully_shard(model, units=wrap.by_class({nn.Linear}))
+    model[0].weight = nn.Parameter(torch.ones(3, 3))
+    refresh(model[0])
+    assert model[1].weight is tied and all(map(is_sharded, model.parameters()))
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class Reader(nn.Module):

@@ -108,6 +108,8 @@ def test_the_plan_knows_it() -> None:
         assert plan_gathers(found) == plan_gathers(plan(model)) == (4, 3)
         set_unshard_in_backward(model.words, True)
         assert plan_gathers(plan(model)) == (4, 4)
+        kept = plan(Words(), world_size=4, units=UNITS, reshard_after_forward=False)
+        assert kept.memory.forward.gathered == sum(unit.full_bytes for unit in kept.units)
         for _ in range(2):
             here.traffic.reset()
             loss_of(model, tokens()).backward()

@@ -15,7 +15,7 @@ import fsdp_compose as fc
 from fsdp_compose import wrap
 from fsdp_compose.comm.codecs import int8_codec
 from fsdp_compose.core.autograd import EngineWork
-from fsdp_compose.report.plots import _fold_moments, _peaks, _planned_curve
+from fsdp_compose.report.plots import _fold_moments, _peaks, _planned_curve, _rows
 
 from harness import run_ranks
 from models import Tower, by_block, data, seeded, square
@@ -52,6 +52,9 @@ def test_a_recording_has_every_gather_and_reduction() -> None:
         for name in ("blocks.0", "blocks.1", "blocks.2", "Tower"):
             phases = [s.phase for s in step.spans if (s.lane, s.unit) == ("compute", name)]
             assert "forward" in phases and "backward" in phases, name
+        computed = [s.unit for s in step.spans if (s.lane, s.phase) == ("compute", "forward")]
+        assert computed[-1] == "Tower"  # its head runs after the units inside it
+        assert sum(s.lane == "wait" for s in step.spans) > plan.step.gathers  # for reductions too
         labels, parts = _peaks(plan, step)
         rows = dict(zip(labels, zip(*parts.values(), strict=True), strict=True))
         assert rows["forward, planned"] == rows["forward, measured"]
@@ -66,7 +69,10 @@ def test_only_the_units_asked_for_are_recorded() -> None:
     with fc.trace(models[0]) as one, fc.trace() as both:
         for model in models:
             model(torch.ones(1, 2)).sum().backward()
+        models[0](torch.ones(1, 2))  # which no backward follows
     assert len(both.moments) > len(one.moments)
+    assert {moment.phase for moment in both.last_step().moments} == {"forward", "backward"}
+    assert not any(moment.gathered for moment in both.moments)  # one rank computes with its shards
     with pytest.raises(KeyError), fc.trace():
         raise KeyError
     assert not fc.Timeline().last_step().spans
@@ -85,7 +91,8 @@ def test_simulated_ranks_record_themselves(seed: int) -> None:
     before = dict(vars(EngineWork))
     first, *others = fc.simulate(train, 3, seed=seed)
     assert dict(vars(EngineWork)) == before
-    assert first and all(found == first for found in others)
+    assert first[:3] == ["Tower", "Tower", "blocks.0"]  # of its own calls: a gather, a wait
+    assert all(found == first for found in others)
 
 
 def test_a_recording_is_a_chrome_trace(tmp_path: Path) -> None:
@@ -164,6 +171,13 @@ def test_units_that_are_alike_are_folded() -> None:
     assert {moment.unit for moment in kept} >= {"0", "1", "10", "11"}
     assert "5" not in {moment.unit for moment in kept} and set(gaps.values()) == {8}
     assert max(m.peak.total for m in kept) == plan.memory.backward.total
+
+
+def test_which_rows_ranks_have() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    few, many = (fc.plan(model, world_size=n).buckets[0] for n in (4, 8))
+    assert _rows(few, few.offsets[1], (4, 4)) == "rank 2: rows 0-1\nrank 3: rows 2-3"
+    assert _rows(many, 0, (8, 4)) == "ranks 0 to 7"
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN))
