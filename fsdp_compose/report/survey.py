@@ -187,7 +187,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     _set_lists(units, records)
     sharded = {id(entry.param) for unit in units for entry in unit.entries}
     _walk([module], survey, sharded)
-    survey.buffer_bytes = sum(map(nbytes_of, {id(b): b for b in module.buffers()}.values()))
+    survey.buffer_bytes = sum(map(nbytes_of, module.buffers()))
     return survey
 
 

@@ -26,12 +26,21 @@ from scripts import run_alone
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MODEL = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
 from torch import nn
+from beside_that_model import WIDTH
+@dataclass
+class Sizes:
+    width: int = WIDTH
 class Block(nn.Sequential):
     def __init__(self): super().__init__(nn.Linear(64, 64), nn.ReLU())
 def model(): return nn.Sequential(nn.Embedding(100, 64), Block(), Block(), nn.Linear(64, 100))
 def broken(): raise KeyError("no such thing")
 def number(): return 3
+def on_meta(): return nn.Linear(4, Sizes().width) if torch.empty(1).is_meta else 3
+made = nn.Linear(4, 4)
 def broken_lines(): raise ValueError("one\\ntwo")
 def leave(): raise SystemExit(3)
 """
@@ -41,6 +50,7 @@ def leave(): raise SystemExit(3)
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "a_model_of_mine.py"
     path.write_text(MODEL)
+    (tmp_path / "beside_that_model.py").write_text("WIDTH = 64")
     return path
 
 
@@ -59,16 +69,22 @@ def test_plan_prints_draws_and_says_whether_it_fits(
     printed = capsys.readouterr().out
     assert "plan for Sequential: 4 units" in printed and "it fits: " in printed
     assert main(["plan", f"{file}:model", *options, "--device-memory", "10kB", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["fits"] is False
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and found["units"][0]["buckets"][0]["reduce"] == "float32"
     drawn = [f"--{name}={tmp_path / name}.svg" for name in ("memory", "shards", "picture")]
     assert main(["plan", f"{file}:model", "--world-size", "2x2", *drawn]) == 0
     assert "<svg" in (tmp_path / "shards.svg").read_text()
     assert "2 replicas of 2 ranks" in capsys.readouterr().out
+    for name, size in (("made", "20"), ("on_meta", "320")):
+        assert main(["plan", f"{file}:{name}"]) == 0
+        assert f"plan for Linear: 1 unit, {size} parameter" in capsys.readouterr().out
 
 
 WRONG = {
     "names no model; wanted PATH:NAME": ["{file}"],
-    "has no 'modle'; it has Block, broken, broken_lines, leave, model, number": ["{file}:modle"],
+    "has no 'modle'; it has Block, Sizes, broken, broken_lines, dataclass, leave, made": [
+        "{file}:modle"
+    ],
     "broken() raised KeyError": ["{file}:broken"],
     "number() returned int; wanted an nn.Module": ["{file}:number"],
     "no_such.py does not exist": ["no_such.py:model"],
@@ -142,6 +158,7 @@ def test_trace_records_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "model = fc.fully_shard(torch.nn.Linear(8, 8))\n"
         "for _ in range(2): model(torch.ones(1, 8)).sum().backward()\n"
         "dist.destroy_process_group()\n"
+        "sys.exit()\n"
     )
     command = ["trace", "--out", "out", "-m", "script", "--steps", "2"]
     code, printed, errors = run_alone(lambda: main(command), tmp_path)
@@ -341,6 +358,7 @@ def test_run_takes_a_module_and_its_arguments(how: str, tmp_path: Path) -> None:
     (tmp_path / "mine" / "program.py").write_text(
         "import os, sys, mine.inside\n"
         "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], __name__, sys.argv[1:])\n"
+        "sys.exit()\n"
     )
     words = ["run", how, "2", "-m", "mine.program", "-x"]
     code, printed, errors = run_command(words, how == "--simulate", tmp_path)

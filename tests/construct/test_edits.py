@@ -17,6 +17,7 @@ from fsdp_compose import (
     apply,
     fully_shard,
     gathered,
+    plan,
     refresh,
     save_checkpoint,
     save_full,
@@ -179,6 +180,19 @@ def test_what_a_unit_outside_reads_stays_sharded() -> None:
     assert model[1].weight is tied and all(map(is_sharded, model.parameters()))
     model(torch.ones(2, 3)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_nothing_of_a_bucket_is_left() -> None:
+    """It is gathered no more, and its memory is free; a backward from before is refused."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    fully_shard(model)
+    loss = model(torch.ones(1, 3)).sum()
+    model[1] = nn.Linear(3, 3)
+    refresh(model)
+    assert [b.parameters[0] for b in plan(model).buckets] == ["0.weight", "1.weight"]
+    with pytest.raises(RuntimeError, match="between forward and backward"):
+        loss.backward()
 
 
 class Reader(nn.Module):

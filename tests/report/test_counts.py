@@ -135,6 +135,8 @@ def test_a_recording_of_complex_gradients() -> None:
     with trace(model) as timeline:
         model(torch.ones(1, 4, dtype=torch.complex64)).abs().sum().backward()
     assert [span.nbytes for span in timeline.spans if span.lane == "reduce"] == [4 * 4 * 8]
+    planned = plan(nn.Linear(4, 4, bias=False, dtype=torch.complex64), world_size=2)
+    assert planned.step.reduce_bytes == 4 * 4 * 8 // 2
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

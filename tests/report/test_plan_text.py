@@ -100,6 +100,9 @@ def test_notes_on_what_was_left_out() -> None:
     assert "in no unit, ignored or left out: 2 trained parameters (64.5 KiB): 'head.weight'" in text
     assert "their gradients are not averaged over ranks" in text
     assert "1 frozen parameter (64.0 KiB): 'first.weight'; whole on every rank." in text
+    pair = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    found = plan(pair, world_size=2, ignored=[layer.weight for layer in pair])
+    assert "2 trained parameters (128 B): '0.weight', '1.weight'" in found.notes[0]
     for block in model.blocks:
         fully_shard(block)
     assert "in no unit" in plan(model).notes[0] and "2 trained parameters" in plan(model).notes[0]
@@ -117,6 +120,8 @@ def test_names_are_clean_of_wrappers() -> None:
     model = nn.Sequential(nn.Module(), nn.Linear(2, 2))
     model[0]._orig_mod = nn.Linear(2, 2)  # as torch.compile(module) does
     assert plan(model, world_size=2).buckets[0].parameters[0] == "0.weight"
+    left = plan(model, world_size=2, ignored=[model[0]._orig_mod.weight])
+    assert "'0.weight'" in left.notes[0]
     fully_shard(model[0])
     assert plan(model).buckets[0].parameters[0] == "0.weight"
     assert "'1.weight'" in plan(model).notes[0]

@@ -123,7 +123,10 @@ def test_parameters_hold_slices_until_gathered() -> None:
                 fc.gathered(model).__enter__()
             with pytest.raises(RuntimeError, match="forward was called inside gathered"):
                 square(model, data(0, rank))
+        model.zero_grad()
         with fc.gathered(model):
+            with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+                optimizer.step()  # after which they are shown as before
             assert not any(map(is_sharded, model.parameters()))
 
     simulate_ranks(check, 2)
@@ -195,15 +198,17 @@ def test_a_closure_reads_what_the_step_before_wrote() -> None:
 
         def closure() -> None:
             optimizer.zero_grad()
+            if not len(seen) % 2:  # the second is called after a write
+                assert not any(map(is_sharded, model.parameters()))
             penalty: Any = 0.1 * sum(p.square().sum() for p in model.parameters())
             loss = sum(square(model, batch) for batch in batches) / len(batches)
             (loss + penalty).backward()
             seen.append(penalty.detach())
 
-        for _ in range(2):
+        for step in (optimizer.step, lambda call: optimizer.step(closure=call)):
             for module in model.modules():
                 fc.unshard(module) if fc.is_fully_sharded(module) else None
-            optimizer.step(closure)
+            step(closure)
         return [*seen, *map(whole, model.parameters())]
 
     plain = train(seeded(Tower), [data(0, rank) for rank in range(2)])

@@ -44,4 +44,5 @@ def test_a_script_runs_in_one_process(tmp_path: Path) -> None:
     for rank in range(3):
         assert f"rank {rank} of 3 ['--steps', '5']" in done.stdout
     assert "rank 1 of 3 raised ValueError: mine" in done.stderr
+    assert 'raise ValueError("mine")' in done.stderr  # with its traceback
     assert f"    rank 0: {script}:1" in done.stderr
