@@ -99,6 +99,8 @@ def test_an_8b_model_at_64_ranks() -> None:
     ends = 'units=wrap.by_class({Layer}) | wrap.by_name("embed", "head")'
     assert size(lines[ends].memory.total) == "4.81 GiB"
     assert "reshard_after_forward=False" in lines  # there is room
+    tight = plan(on_meta(), **{**options, "device_memory": found.needed})
+    assert tight.fits and "reshard_after_forward=False" not in {a.paste for a in tight.advice}
     text = str(found)
     words = " ".join(text.split())
     assert "2.94 GiB less at the peak" in words and ends in words
@@ -113,6 +115,8 @@ def test_a_model_that_does_not_fit() -> None:
     assert "it does NOT fit: " in str(found)
     lines = check_advice(found, on_meta(), **options)
     assert next(iter(lines)) == "units=wrap.by_class({Layer})"
+    around = plan(nn.Sequential(on_meta()), **options)  # a class of which there is one is no choice
+    assert around.advice[0].paste == "units=wrap.by_class({Layer})"
     split = found.advice[0]  # what is released after forward is gathered again
     assert split.saved_traffic < 0
     assert f"less at the peak, {size(-split.saved_traffic)} more to move in a step" in str(split)
@@ -146,6 +150,9 @@ def test_units_too_small_for_their_link() -> None:
     assert "32 units gather less than 1.00 MiB each" in advice.text
     check_advice(found, model, **options)
     assert not plan(model, world_size=8).advice
+    with torch.device("meta"):  # as few among large ones they cost little
+        large = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
+    assert not plan(nn.Sequential(model[0], large), **options).advice
 
 
 class Apart(Ledger):
