@@ -101,8 +101,7 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
     parts: list[Arrival] = []
     for route in routes:  # which a comprehension would call a function for
         given = grads if route.takes_all else route.pick(grads)
-        is_whole = has_all and route.is_whole
-        parts.append(Arrival(route.bucket, given, is_whole, route.trained, node))
+        parts.append(Arrival(route.bucket, given, has_all and route.is_whole, route.trained, node))
     if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
         # A checkpointed part of the unit runs a backward of its own inside the unit's. Its
         # gradients are added up here, and reduced once with the rest.
@@ -159,12 +158,16 @@ class EngineWork:
         part.bucket.arriving.trained |= part.trained
 
     def is_complete(self, part: Arrival) -> bool:
-        bucket, node = part.bucket, part.node
+        bucket, node, passes = part.bucket, part.node, self.engine.schedule.forward_order.current
         unit = unit_of(bucket)
         is_seen = bucket.residence.is_hooked or unit.post_reduce_hooks or bucket.mesh.microbatches
         is_part = node is not None and not node.ends_pass  # those of a forward may follow
         waits = is_seen or is_part or bucket.users.is_lent
-        return unit.switches.sync and not (waits and _is_awaited(unit, bucket, node))
+        if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):
+            return False
+        # The first of the forward is the last here, and waits until autograd frees its gradients.
+        is_last = node is not None and passes and passes[0][0]() is unit
+        return not is_last or brings_more(unit, bucket)
 
     def postpone(self, part: Arrival) -> None:
         if unit_of(part.bucket).switches.sync:
@@ -184,9 +187,8 @@ class EngineWork:
 
 def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
     """Whether this backward brings more gradients of the bucket, to be reduced with these."""
-    if node is None or len(unit.engine.tasks) > 1:
-        return True  # more may follow in a compiled graph, or in a backward inside another
-    return brings_more(unit, bucket)
+    # More may follow in a compiled graph, or in a backward inside another.
+    return node is None or len(unit.engine.tasks) > 1 or brings_more(unit, bucket)
 
 
 def _reduce_now(
@@ -204,8 +206,7 @@ def _reduce_now(
     drain(unit.engine)
     refuse_early_gradients(unit)
     for route in routes_of(unit, trained):
-        mirror = route.bucket.history.mirror
-        if mirror is not None:
+        if (mirror := route.bucket.history.mirror) is not None:
             mirror.settle()
         for entry, grad in _reduce_route(route, grads).items():
             results[entry] = results[entry] + grad if entry in results else grad
@@ -323,8 +324,7 @@ class Gather(torch.autograd.Function):
         ctx.ends_pass, ctx.received_in, ctx.is_spent = True, None, False
         unit.graphs.nodes.add(ctx)
         aliases = unit.links.aliases
-        trains_all = len(trained) == len(aliases)
-        outputs = aliases if trains_all else map(aliases.__getitem__, trained)
+        outputs = aliases if len(trained) == len(aliases) else map(aliases.__getitem__, trained)
         return tuple(map(torch.Tensor.detach, outputs))
 
     @staticmethod

@@ -265,8 +265,10 @@ class _Ledger:
             self.change(packed=self._packed_bytes(i))
 
     def is_complete(self, part: tuple[int, _Node]) -> bool:
-        i = part[0]
-        return all((maker, i) in self.received for maker in self.makers[i])
+        i, node = part
+        passes = self.schedule.forward_order.current
+        is_last = bool(passes) and passes[0][0]() is node  # autograd frees its gradients first
+        return not is_last and all((maker, i) in self.received for maker in self.makers[i])
 
     def postpone(self, part: tuple[int, _Node]) -> None:
         pass

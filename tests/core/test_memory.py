@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compose import ShardingStrategy, fully_shard, wrap
+from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, wrap
 from fsdp_compose.report import plan
 
 from harness import fake_world, run_ranks
@@ -151,6 +152,26 @@ def test_no_event_of_backward_takes_more_than_fsdp2(name: str, strategy: str) ->
         firsts = [event for event in above if event[1] > event[2] + more]
         assert len(firsts) <= is_kept, firsts
         assert all(a <= b + more + received for _, a, b in firsts), (firsts, received)
+        planned = found.memory.backward.total
+        assert planned <= max(ours.most) <= 1.02 * planned
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_one_unit_takes_no_more_than_fsdp2(param_dtype: torch.dtype | None) -> None:
+    """What receives the last reduction comes when autograd has let go of the gradients."""
+    build, data = MODELS["words"]
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": torch.float32}
+    with fake_world(2):
+        mesh, model = init_device_mesh("cpu", (2,)), seeded(build).float()
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecision(**dtypes))
+        ours = timeline(model, data())
+        policy = MixedPrecisionPolicy(**dtypes)
+        theirs = timeline(fsdp2(seeded(build).float(), mesh=mesh, mp_policy=policy), data())
+        assert ours.names == theirs.names
+        found = plan(model)
+        more = 4 + sum(bucket.padding_bytes for bucket in found.buckets)
+        assert all(a <= b + more for a, b in zip(ours.most, theirs.most))
         planned = found.memory.backward.total
         assert planned <= max(ours.most) <= 1.02 * planned
 
