@@ -51,6 +51,7 @@ class Order:
         current: passes of the sequence under way, the last of them perhaps unfinished.
         last: passes of the last sequence, quiet ones too.
         routes: each pass in which a visitor ran last, quiet ones too; the last one first.
+        first: what began the first pass of the sequence under way that was not quiet.
         place: index in ``recorded`` of the pass that the present one should repeat; None: unknown.
         cursor: position in that pass behind the last visit.
     """
@@ -65,6 +66,7 @@ class Order:
     before: tuple[int | None, int] = (None, 0)  # place and cursor when the pass began
     is_open: bool = False  # a pass is under way
     routes: list[Pass] = field(default_factory=list)
+    first: Ref | None = None
 
     def begin(self, visitor: Any) -> None:
         """Start a pass with ``visitor``."""
@@ -108,8 +110,10 @@ class Order:
         elif quiet:
             self.current[-1].is_quiet = True
             self.place, self.cursor = self.before
-        elif self.place is not None:
-            return _change(self.recorded[self.place], self.cursor, None)
+        else:
+            self.first = self.first or self.current[-1][0]
+            if self.place is not None:
+                return _change(self.recorded[self.place], self.cursor, None)
         return None
 
     def ahead(self, count: int) -> list[Any]:
@@ -136,7 +140,7 @@ class Order:
             if self.current != self.last:
                 self.routes = _find_routes([*reversed(self.current), *self.routes])
             self.last, self.current = self.current, []
-        self.place, self.cursor, self.is_open = None, 0, False
+        self.place, self.cursor, self.is_open, self.first = None, 0, False, None
 
     def _shorten(self) -> None:
         """Forget the quiet passes of a long sequence, or end it where it is long without them."""
@@ -161,7 +165,7 @@ class Order:
         """Forget the sequence under way, a pass or the backward of which was interrupted."""
         self.current.clear()
         del self.recorded[self.known :]
-        self.place, self.cursor, self.is_open = None, 0, False
+        self.place, self.cursor, self.is_open, self.first = None, 0, False, None
 
     def visited(self, quiet: bool = True) -> list[Any]:
         """The visitors of the sequence under way, or of the last one; of ``quiet`` passes too."""

@@ -158,7 +158,7 @@ class EngineWork:
         part.bucket.arriving.trained |= part.trained
 
     def is_complete(self, part: Arrival) -> bool:
-        bucket, node, passes = part.bucket, part.node, self.engine.schedule.forward_order.current
+        bucket, node, first = part.bucket, part.node, self.engine.schedule.forward_order.first
         unit = unit_of(bucket)
         is_seen = bucket.residence.is_hooked or unit.post_reduce_hooks or bucket.mesh.microbatches
         is_part = node is not None and not node.ends_pass  # those of a forward may follow
@@ -166,7 +166,7 @@ class EngineWork:
         if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):
             return False
         # The first of the forward is the last here, and waits until autograd frees its gradients.
-        is_last = node is not None and passes and passes[0][0]() is unit
+        is_last = node is not None and first is not None and first() is unit
         return not is_last or brings_more(unit, bucket)
 
     def postpone(self, part: Arrival) -> None:

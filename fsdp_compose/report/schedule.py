@@ -265,9 +265,8 @@ class _Ledger:
             self.change(packed=self._packed_bytes(i))
 
     def is_complete(self, part: tuple[int, _Node]) -> bool:
-        i, node = part
-        passes = self.schedule.forward_order.current
-        is_last = bool(passes) and passes[0][0]() is node  # autograd frees its gradients first
+        (i, node), first = part, self.schedule.forward_order.first
+        is_last = first is not None and first() is node  # autograd frees its gradients first
         return not is_last and all((maker, i) in self.received for maker in self.makers[i])
 
     def postpone(self, part: tuple[int, _Node]) -> None:

@@ -101,6 +101,7 @@ def test_quiet_passes_change_no_prediction(seed: int) -> None:
                 assert here.visit(visit) == there.visit(visit)
             assert here.end() == there.end()
             assert here.visited(quiet=False) == there.visited()
+            assert here.first == there.first == there.current[0][0]
         for order in (here, there):
             order.close()
         assert (here.recorded, here.latest, here.known) == (

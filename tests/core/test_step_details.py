@@ -401,6 +401,7 @@ def test_one_rank_alone_evaluates_what_is_not_sharded() -> None:
             if rank == 1:
                 with torch.no_grad():
                     model(data(9, rank))
+                model.blocks[1](torch.randn(2, WIDTH).double())  # whose gradients nobody asks for
 
     simulate_ranks(ranks)
 
