@@ -154,7 +154,7 @@ class MixedPrecision:
             replicas of a hybrid mesh, the sums travel in the wider of both dtypes. In float16
             they are first divided, in float16, by a power of two near the square root of the
             number of ranks, as their sum may overflow.
-        output_dtype: dtype floating-point outputs of the unit are cast to.
+        output_dtype: dtype floating-point outputs are cast to, of every unit that has the policy.
         buffer_dtype: dtype the unit's floating-point buffers are cast to, once, when sharded.
             State dicts of kind "full" and ``save_full`` have them in the dtype they had.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``: of every unit, of none,
