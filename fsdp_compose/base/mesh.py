@@ -328,6 +328,17 @@ def with_known_reductions(mesh: Mesh) -> Mesh:
     return replace(mesh, axes=(group, mesh.axes[1]))
 
 
+def with_process_group(group: Group) -> Group:
+    """``group`` as torch's functions take it: of one rank too, as they take None for all ranks."""
+    world = dist.group.WORLD
+    if group.pg is not None or world is None:
+        return group
+    known = _subgroups.setdefault(world, {})
+    if "alone" not in known:
+        known["alone"] = replace(group, pg=ordered_group([dist.get_rank()]))
+    return replace(group, pg=known["alone"].pg)
+
+
 def _is_no_member(group: object) -> bool:
     """Whether it is what ``dist.new_group`` returns on ranks outside of the group."""
     outside = dist.GroupMember.NON_GROUP_MEMBER

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import with_process_group
 from fsdp_compose.base.parts import cut_by_rank
 
 
@@ -23,10 +24,9 @@ class GradBucket:
             those a state each.
         flat: packed gradients, real, in the reduce dtype; every parameter in full.
         parts: ``flat`` by rank of ``shard``.
-        shard: the group over which gradients are reduced and scattered. Where ``shard.size`` is 1
-            (``NO_SHARD``, ``mesh="self"``), ``shard.pg`` is None, which torch takes for all ranks:
-            communicate over a group of more than one rank only.
-        replicate: the group over which the scattered sum is reduced, likewise.
+        shard: the group over which gradients are reduced and scattered; ``shard.pg`` is torch's,
+            None where there is no process group at all.
+        replicate: the group over which the scattered sum is reduced.
         scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
         dtype: of the parameters' shards, in which the result is kept.
 
@@ -44,10 +44,18 @@ class GradBucket:
     key: str
     flat: torch.Tensor
     parts: Sequence[torch.Tensor]
-    shard: Group
-    replicate: Group
+    shard_axis: Group
+    replicate_axis: Group
     scale: float
     dtype: torch.dtype
+
+    @property
+    def shard(self) -> Group:
+        return with_process_group(self.shard_axis)
+
+    @property
+    def replicate(self) -> Group:
+        return with_process_group(self.replicate_axis)
 
 
 def run_hook(
@@ -73,7 +81,8 @@ def run_hook(
             f"the averaged gradient, {wanted} elements in a floating-point dtype."
         )
     grad = grad.reshape(-1)
-    return cut_by_rank(grad, given.replicate.size)[given.replicate.rank] if over_both else grad
+    both = given.replicate_axis
+    return cut_by_rank(grad, both.size)[both.rank] if over_both else grad
 
 
 def has_state(state: Any) -> bool:

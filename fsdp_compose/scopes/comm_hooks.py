@@ -205,8 +205,10 @@ def default_hook(state: object, grads: GradBucket) -> torch.Tensor:
         >>> register_comm_hook(model, None, default_hook)
     """
     real = grads.dtype.to_real() if grads.dtype.is_complex else grads.dtype
-    part = comm.reduce_scatter_parts(grads.flat, grads.parts, grads.shard).result(real, grads.scale)
-    return comm.all_reduce(part, grads.replicate)
+    part = comm.reduce_scatter_parts(grads.flat, grads.parts, grads.shard_axis).result(
+        real, grads.scale
+    )
+    return comm.all_reduce(part, grads.replicate_axis)
 
 
 def fp16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
@@ -231,10 +233,10 @@ def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
 
 def _reduce_compressed(grads: GradBucket, dtype: torch.dtype) -> torch.Tensor:
     small = grads.flat.mul_(grads.scale).to(dtype)
-    parts = cut_by_rank(small, grads.shard.size)
-    part = comm.reduce_scatter_parts(small, parts, grads.shard).result(torch.float32, 1.0)
-    if grads.replicate.size > 1:
-        part = comm.all_reduce(part.to(dtype), grads.replicate).float()
+    parts = cut_by_rank(small, grads.shard_axis.size)
+    part = comm.reduce_scatter_parts(small, parts, grads.shard_axis).result(torch.float32, 1.0)
+    if grads.replicate_axis.size > 1:
+        part = comm.all_reduce(part.to(dtype), grads.replicate_axis).float()
     return part
 
 
@@ -294,7 +296,7 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> register_comm_hook(model, Int8ErrorFeedback(), int8_error_feedback_hook)
     """
-    wanted, ranks = grads.flat.float(), grads.shard.size
+    wanted, ranks = grads.flat.float(), grads.shard_axis.size
     earlier = state.errors.get(grads.key)
     if earlier is None or earlier.numel() != wanted.numel():  # the unit was sharded otherwise since
         earlier = torch.zeros_like(wanted)
@@ -307,10 +309,10 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
     error = wanted - decoded
     # A gradient that is not finite ends its step, and would be in every later one.
     state._replace(grads.key, torch.where(error.isfinite().all(), error, earlier))
-    received = comm.exchange_parts(packed, grads.shard)
+    received = comm.exchange_parts(packed, grads.shard_axis)
     one = cut_by_rank(decoded, ranks)[0]
     total = torch.zeros_like(one)
     for part in received:
         decode_blocks(part, one, torch.int8, state.block)
         total += one
-    return comm.all_reduce(total * grads.scale, grads.replicate)
+    return comm.all_reduce(total * grads.scale, grads.replicate_axis)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,8 +22,18 @@ from fsdp_compose.comm.grad_bucket import GradBucket
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower
 
+
+def reduce_by_torch(state: None, grads: GradBucket) -> Tensor:
+    """Over both groups, whatever their sizes: None as a group is all ranks to torch."""
+    dist.all_reduce(grads.flat, group=grads.shard.pg)
+    part = grads.parts[grads.shard.rank].mul_(grads.scale)
+    dist.all_reduce(part, group=grads.replicate.pg)
+    return part
+
+
 HOOKS = {
     "default": (None, fc.default_hook, 1e-6),
+    "torch's": (None, reduce_by_torch, 1e-6),
     "bf16": (None, fc.bf16_compress_hook, 4e-3),
     "fp16": (None, fc.fp16_compress_hook, 1e-3),
 }
