@@ -297,6 +297,12 @@ def test_why_it_is_this_big_is_said_as_in_a_plan() -> None:
     assert text.startswith("Tower on this rank: ")
 
 
+def test_one_rank_computes_with_its_shards() -> None:
+    model = fully_shard(nn.Linear(3, 2))
+    model(torch.ones(1, 3))
+    assert [(unit.phase, unit.gathered) for unit in explain(model).units] == [("gathered", 0)]
+
+
 def test_as_plain_data() -> None:
     found = explain(by_block(seeded(Tower)))
     as_dict = json.loads(json.dumps(found.to_dict()))
