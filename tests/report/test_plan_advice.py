@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(width, hidden, keys) for _ in range(depth))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocab, bias=False)
-        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("scale", torch.ones(()))
         self.again = False
 
     def forward(self, tokens: Tensor) -> Tensor:
