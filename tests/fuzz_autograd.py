@@ -126,7 +126,7 @@ def _transform(run: Run, n: int, seed: int) -> None:
         elif n % 4 == 2:
             values = (torch.func.grad(loss)(x),)
         else:
-            values = (torch.func.vmap(torch.func.grad(loss))(x),)
+            values = (torch.func.vmap(torch.func.grad(loss))(x[:, None]),)
         found.append(values)
     for ours, plain in zip(*found, strict=True):
         run.compare("a transform", ours.detach(), plain.detach())

@@ -56,6 +56,10 @@ def shard(case: Case, model: nn.Module, init: Init = "verify") -> nn.Module:
     if case.mixed and inside and not _shares(inside[-1], model):
         _shard_one(case, inside[-1], case.mixed, [], init)
         inside = inside[:-1]
+    pair = [m for m in model.children_ if isinstance(m, LeafModule)][:2]
+    shares = any(_shares(leaf, model) or leaf in chosen for leaf in pair)
+    if case.grouped and len(pair) == 2 and not shares:
+        _shard_one(case, pair, case.strategy, [], init)
     return _shard_one(case, model, case.strategy, inside, init)
 
 
@@ -67,7 +71,7 @@ def _shares(part: nn.Module, model: nn.Module) -> bool:
 
 
 def _shard_one(
-    case: Case, module: nn.Module, strategy: str, inside: list[nn.Module], init: Init
+    case: Case, module: Any, strategy: str, inside: list[nn.Module], init: Init
 ) -> nn.Module:
     chosen = set(map(id, inside))
     sharers = case.world // 2 if strategy in HYBRID else case.world

@@ -89,6 +89,7 @@ class Case:
     static: int = 0  # in how many buffers at fixed addresses units are gathered by turns
     reduce: str = ""  # the dtype in which gradients travel, where it is another
     codec: bool = False  # weights travel as bytes that a codec makes
+    grouped: bool = False  # the first two leaves of the outermost module are one unit
 
 
 FIRST_OPS = (
@@ -358,6 +359,7 @@ def _draw_later(case: Case, rng: random.Random) -> Case:
         tree=_restyle(case.tree, rng),
         reduce="float32" if rng.random() < 0.1 else "",
         codec=rng.random() < 0.1 and HYBRID[2] not in (case.strategy, case.mixed),
+        grouped=rng.random() < 0.15,
     )
 
 
@@ -425,7 +427,7 @@ def smaller(case: Case) -> Iterator[Case]:
         ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
         ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
         ("compute", ""), ("offload", ()), ("reordered", False), ("mixed", ""), ("static", 0),
-        ("reduce", ""), ("codec", False),
+        ("reduce", ""), ("codec", False), ("grouped", False),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
