@@ -157,7 +157,8 @@ def test_buffers_of_a_failed_backward_are_let_go() -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
         model[1].register_forward_pre_hook(lambda _, given: given[0].double())
         (unit,) = units(fully_shard(model))
-        given = torch.ones(1, 8).requires_grad_().exp()
+        first = fully_shard(nn.Linear(8, 8))
+        given = first(torch.ones(1, 8))
         given.register_hook(fail)  # reached when the unit's gradients are on their way
         with pytest.raises(ZeroDivisionError):
             model(given).sum().backward()
