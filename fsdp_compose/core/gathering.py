@@ -220,7 +220,7 @@ def spread_inner(unit: Unit) -> None:
 
 
 def forget_inner(unit: Unit) -> None:
-    """After backward: free the parts that ``spread_inner`` kept for it."""
+    """In backward, once it is gathered: free the parts that ``spread_inner`` kept for it."""
     for bucket in unit.buckets:
         if bucket.inner is not None and bucket.spread is not None:
             bucket.inner.store = None

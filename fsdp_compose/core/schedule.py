@@ -266,6 +266,7 @@ class Schedule(Generic[U, P]):
         unit.holds.discard(PREFETCH)
         self.work.reread(unit, in_backward=True)
         self.work.wait(unit)
+        self.work.forget_spread(unit)
 
     def look_back(self, unit: U) -> None:
         """Gather ahead what is expected after the unit in backward."""
@@ -306,7 +307,6 @@ class Schedule(Generic[U, P]):
 
     def leave_backward(self, unit: U, ended: bool = False) -> None:
         """Release the unit after its backward, or when all has ``ended``; finish reductions."""
-        self.work.forget_spread(unit)
         switches, policy, listed = unit.switches, unit.prefetch, unit.expected.backward_list
         stays = switches.keep_over_microbatches and not switches.sync
         if switches.reshard_after_backward and not stays:

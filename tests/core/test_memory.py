@@ -119,7 +119,7 @@ def timeline(model: nn.Module, x: Tensor) -> Timeline:
     return found
 
 
-def shard_by_fsdp2(model: nn.Module, mesh: DeviceMesh, released: bool) -> nn.Module:
+def shard_by_fsdp2(model: nn.Module, mesh: DeviceMesh, released: bool | int) -> nn.Module:
     for block in model.blocks:
         fsdp2(block, mesh=mesh, reshard_after_forward=released)
     return fsdp2(model, mesh=mesh, reshard_after_forward=False)
@@ -172,6 +172,25 @@ def test_one_unit_takes_no_more_than_fsdp2(param_dtype: torch.dtype | None) -> N
         found = plan(model)
         more = 4 + sum(bucket.padding_bytes for bucket in found.buckets)
         assert all(a <= b + more for a, b in zip(ours.most, theirs.most))
+        planned = found.memory.backward.total
+        assert planned <= max(ours.most) <= 1.02 * planned
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_spread_units_take_no_more_than_fsdp2() -> None:
+    """What a rank keeps of a unit for its backward is freed once the unit is gathered there."""
+    build, data = MODELS["words"]
+    with fake_world(8):
+        mesh, model = init_device_mesh("cpu", (8,)), seeded(build).float()
+        fully_shard(model, mesh=mesh, units=wrap.by_class({Block}), reshard_after_forward=2)
+        ours = timeline(model, data())
+        theirs = timeline(shard_by_fsdp2(seeded(build).float(), mesh, 2), data())
+        assert ours.names == theirs.names
+        found = plan(model)
+        received = max(bucket.received_bytes for bucket in found.buckets)
+        more = 4 + 2 * sum(bucket.padding_bytes for bucket in found.buckets)
+        above = [(a, b) for a, b in zip(ours.most, theirs.most) if a > b + more]
+        assert len(above) <= 1 and all(a <= b + more + received for a, b in above)
         planned = found.memory.backward.total
         assert planned <= max(ours.most) <= 1.02 * planned
 
