@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         self.again = False
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * self.scale
+        x = self.embed(tokens) * self.scale.to(self.embed.weight.dtype)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
         return self.head(self.norm(x))
