@@ -4,6 +4,7 @@ Files, each importing only from those above it:
 
     environment    what is read of the environment, without torch
     process        what a process has one of, and why
+    launched       ranks that were launched together have a process group
     lazy           imports the package's public names on first use
     loops          loops over many tensors that run in C
     tracked        objects among all that Python's garbage collector knows

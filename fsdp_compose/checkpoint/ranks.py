@@ -25,7 +25,7 @@ from fsdp_compose.base.arguments import (
     check_timeout,
 )
 from fsdp_compose.base.group import SELF, Group, is_alive
-from fsdp_compose.base.mesh import require_group
+from fsdp_compose.base.launched import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.comm import messages, waiting

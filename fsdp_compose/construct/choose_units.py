@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_function, describe_value
 from fsdp_compose.base.group import Transport
-from fsdp_compose.base.mesh import require_group
+from fsdp_compose.base.launched import require_group
 from fsdp_compose.base.modules import walk
 from fsdp_compose.base.policy import (
     INITS,

@@ -13,8 +13,8 @@ from operator import setitem
 import torch
 import torch.distributed as dist
 
+from fsdp_compose.base.launched import refuse_late_group
 from fsdp_compose.base.loops import exhaust
-from fsdp_compose.base.mesh import refuse_late_group
 from fsdp_compose.base.torch_private import graph_task_id
 from fsdp_compose.buckets.bucket import GATHERED, GATHERING, SHARDED, Bucket, Fill, logger
 from fsdp_compose.buckets.gather import (
@@ -220,7 +220,7 @@ def spread_inner(unit: Unit) -> None:
 
 
 def forget_inner(unit: Unit) -> None:
-    """In backward, once it is gathered: free the parts that ``spread_inner`` kept for it."""
+    """Free what ``spread_inner`` kept: it is gathered for its backward, which may never come."""
     for bucket in unit.buckets:
         if bucket.inner is not None and bucket.spread is not None:
             bucket.inner.store = None

@@ -208,7 +208,8 @@ def set_gradient_divide_factor(
     wanted = "a positive finite number, or None for the number of data-parallel ranks"
     if value is not None:
         check_number("set_gradient_divide_factor", "value", value, wanted)
-        if not 0 < float(value) <= sys.float_info.max:  # a NumPy number would overflow here
+        number = value if isinstance(value, int) else float(value)  # NumPy's would overflow
+        if not 0 < number <= sys.float_info.max:
             raise ValueError(
                 f"set_gradient_divide_factor: value is {describe_value(value)}; wanted {wanted}."
             )

@@ -15,7 +15,13 @@ from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.buckets.gradients import pack
-from fsdp_compose.core.gathering import install_leaves, refresh_stale, renew_bucket, wait_gathered
+from fsdp_compose.core.gathering import (
+    forget_inner,
+    install_leaves,
+    refresh_stale,
+    renew_bucket,
+    wait_gathered,
+)
 from fsdp_compose.core.guards.collective_log import Log, StepDiscarded
 from fsdp_compose.core.guards.connect import Reach, connect, is_running, owners
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
@@ -225,7 +231,8 @@ def reshard(module: nn.Module) -> None:
     """Withdraw ``unshard`` and release what is gathered, as soon as nothing needs it any more.
 
     What a running forward or backward reads stays until it is done, and so does what a graph over
-    parameters that were read directly still needs.
+    parameters that were read directly still needs. What was kept for a backward that is still to
+    come is gathered again there.
 
     Raises:
         ValueError: ``module`` is not a unit and contains none.
@@ -246,6 +253,7 @@ def reshard(module: nn.Module) -> None:
             reasons.append(Hold.USER)
         if "hidden" not in unit.checks.warned:
             reasons.append(Hold.KEPT)
+            forget_inner(unit)
         for reason in reasons:
             unit.engine.schedule.drop(unit, reason)
     if edited:

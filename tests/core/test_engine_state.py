@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import Prefetch, fully_shard, gathered
+from fsdp_compose import Prefetch, fully_shard, gathered, reshard
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.collectives import Exchange
 from fsdp_compose.core import forward, gathering
@@ -220,6 +220,10 @@ def test_each_bucket_keeps_its_part_for_backward() -> None:
         assert kept == [True, True]
         output.sum().backward()
         assert_at_rest(model)
+        output = model(torch.ones(1, 8))
+        reshard(model)  # frees it, and backward gathers from all
+        assert_at_rest(model)
+        output.sum().backward()
 
     simulate_ranks(ranks, 4)
 

@@ -90,11 +90,11 @@ def check_advice(found: Plan, model: nn.Module, **options: Any) -> dict[str, Any
 
 
 def test_an_8b_model_at_64_ranks() -> None:
-    """An embedding and a head of their own: 7.74 GiB becomes 4.81."""
+    """An embedding and a head of their own: 7.68 GiB becomes 4.81."""
     options = {"world_size": 64, "mp_policy": BF16_FP32, "optimizer": "adamw"}
     options |= {"units": wrap.by_class(Layer), "device_memory": "80GiB"}
     found = plan(on_meta(), **options)
-    assert size(found.memory.total) == "7.74 GiB" and found.fits
+    assert size(found.memory.total) == "7.68 GiB" and found.fits
     lines = check_advice(found, on_meta(), **options)
     ends = 'units=wrap.by_class({Layer}) | wrap.by_name("embed", "head")'
     assert size(lines[ends].memory.total) == "4.81 GiB"
@@ -105,7 +105,7 @@ def test_an_8b_model_at_64_ranks() -> None:
         assert other.fits and "reshard_after_forward=False" not in {a.paste for a in other.advice}
     text = str(found)
     words = " ".join(text.split())
-    assert "2.94 GiB less at the peak" in words and ends in words
+    assert "2.87 GiB less at the peak" in words and ends in words
     assert "it fits: 72.3 GiB are left for activations" in text
     assert max(map(len, text.split("\n"))) <= 100
 
