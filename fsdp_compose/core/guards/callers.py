@@ -68,8 +68,8 @@ def check_caller(unit: Unit) -> None:
         RuntimeError: another thread runs a forward, or this process was forked off, or the forward
             is being recorded by ``torch.jit.trace`` or ``torch.export``.
     """
-    engine = unit.engine
-    if not engine.schedule.active:
+    engine, active = unit.engine, unit.engine.schedule.active
+    if not active:
         if graph_task_id() == -1:  # else a device's thread may recompute it
             if engine.tasks and engine.thread != get_ident():
                 _refuse_beside_backward(engine, unit)
@@ -78,11 +78,11 @@ def check_caller(unit: Unit) -> None:
         if is_in_call(sys._current_frames().get(engine.thread)):
             raise RuntimeError(
                 f"unit {unit.name!r}: forward was called in a second thread while the forward of "
-                f"unit {engine.schedule.active[0].name!r} runs in another. {_THREADS}"
+                f"unit {active[0].name!r} runs in another. {_THREADS}"
             )
         recover(engine)  # an interrupt ended that thread's forward without running its hooks
         engine.thread = get_ident()
-    elif engine.schedule.active[0].modules[0]() is None:
+    elif active[0].modules[0]() is None:
         clear_deleted(engine)
     if unit.checks.is_forked:
         raise RuntimeError(f"unit {unit.name!r}: forward was called {_FORKED}")
