@@ -11,6 +11,8 @@ def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides in which ``tensor`` is flattened: its own when they are dense, else contiguous."""
     if not tensor.numel():
         return contiguous_strides(tensor.shape)
+    if tensor.is_contiguous():  # as the rest would find, sooner
+        return tuple(tensor.stride())
     dims = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

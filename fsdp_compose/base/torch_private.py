@@ -83,7 +83,7 @@ def hide_from_traces(files: Iterable[str], *classes: type) -> None:
     if not set(classes) <= torch._dynamo.config.nontraceable_tensor_subclasses:
         torch._dynamo.config.nontraceable_tensor_subclasses |= set(classes)  # of this thread alone
     known = torch._dynamo.trace_rules.SKIP_DIRS
-    unknown = [file for file in files if file not in known]
+    unknown = set(files).difference(known)
     if unknown:
         known.extend(unknown)
         torch._dynamo.trace_rules._recompile_re()  # ``add`` would, 3 ms for each file
