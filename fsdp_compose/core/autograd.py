@@ -172,6 +172,7 @@ class EngineWork:
     def postpone(self, part: Arrival) -> None:
         if unit_of(part.bucket).switches.sync:
             next(iter(self.engine.tasks.values())).packed.append(part.bucket)
+            self.engine.streams.on(self.engine.streams.reduce)  # which reads what was packed here
         else:
             part.bucket.arriving.postponed = part.bucket.residence.awaits = True
 

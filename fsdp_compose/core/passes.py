@@ -75,8 +75,7 @@ def running_task(unit: Unit) -> Task:
             end_task(owner, task_id)
 
     def failed(ref: object) -> None:
-        owner = engine_ref()
-        if owner is not None and task_id in owner.tasks:
+        if (owner := engine_ref()) is not None and task_id in owner.tasks:
             abandon_task(owner, owner.tasks[task_id])
 
     task.callback = weakref.ref(callback, failed)

@@ -16,8 +16,9 @@ import fsdp_compose as fc
 from fsdp_compose import Offload, ShardingStrategy
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import transports
-from fsdp_compose.core import reducing
+from fsdp_compose.core import passes, reducing
 from fsdp_compose.core.guards import used_parameters
+from fsdp_compose.core.state import Engine
 from fsdp_compose.scopes.switches import Keep
 
 from fuzz import is_known_at_once, run_case
@@ -93,3 +94,31 @@ def test_sums_that_wait_are_ordered(offload: Offload, keep: Waiting) -> None:
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
         found = run_ranks(find_races_of_waiting_sums, 2, strategy, offload, keep)
         assert found == [[], []], strategy
+
+
+def find_races_of_a_forward_elsewhere(rank: int) -> list[str]:
+    """Autograd computes on the stream of the forward, and ends on the one that called it."""
+    with pytest.MonkeyPatch.context() as patch, watched(patch) as races:
+        patch.setattr(played_device.Event, "synchronize", wait_for)
+        device, forward, end_task = races.device, played_device.Stream(), passes.end_task
+        caller = device.current_stream()
+
+        def ended(engine: Engine, task_id: int) -> None:
+            device.set_stream(caller)
+            end_task(engine, task_id)
+            caller.wait_stream(forward)
+
+        patch.setattr(passes, "end_task", ended)
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        for step in range(3):
+            forward.wait_stream(caller)
+            device.set_stream(forward)
+            square(model, data(step, rank)).backward()
+            optim.step()
+            optim.zero_grad()
+    return races.found
+
+
+def test_what_is_reduced_last_waits_for_its_gradients() -> None:
+    assert run_ranks(find_races_of_a_forward_elsewhere, 2) == [[], []]
