@@ -73,6 +73,7 @@ def run_case(rank: int, case: Case) -> None:
     warnings.filterwarnings("ignore", message="module forward hook")  # torch's, of a second error
     warnings.filterwarnings("ignore", message="`_get_pg_default_device`")  # torch calls it itself
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # inputs detached
     low = bool(case.compute or case.reduce) or any(
         leaf.dtype != "float64" for leaf in leaves(case.tree)
     )
