@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_compose.base.torch_private import child_slots
 
 
-def walk(
+def walk_modules(
     module: nn.Module,
     skip: Callable[[nn.Module], bool],
     name: str = "",

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compose.base.arguments import check_function, describe_value
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.launched import require_group
-from fsdp_compose.base.modules import walk
+from fsdp_compose.base.modules import walk_modules
 from fsdp_compose.base.policy import (
     INITS,
     ByName,
@@ -280,7 +280,7 @@ def _find_instances(
     """Instances of ``classes`` among a unit's modules, without those inside another instance."""
     inner: set[int] = set()
     found: list[tuple[str, nn.Module]] = []
-    for path, member in walk(module, lambda m: _is_elsewhere(m, ignored, heads | inner)):
+    for path, member in walk_modules(module, lambda m: _is_elsewhere(m, ignored, heads | inner)):
         if isinstance(member, classes):
             inner.update(id(m) for m in member.modules())
             found.append((path, member))
@@ -361,7 +361,7 @@ def _find_parameters(plan: UnitPlan, taken: set[int]) -> None:
     for position, module in enumerate(plan.modules):
         prefix = f"{position}." if len(plan.modules) > 1 else ""
         clean = name_cleaner(module)
-        members = list(walk(module, lambda m: _is_elsewhere(m, plan.ignored, taken)))
+        members = list(walk_modules(module, lambda m: _is_elsewhere(m, plan.ignored, taken)))
         plan.members.append(members)
         for name, submodule in members:
             if isinstance(submodule, torch.jit.ScriptModule):

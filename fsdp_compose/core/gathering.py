@@ -220,7 +220,7 @@ def spread_inner(unit: Unit) -> None:
 
 
 def forget_inner(unit: Unit) -> None:
-    """Free what ``spread_inner`` kept: it is gathered for its backward, which may never come."""
+    """Free what ``spread_inner`` kept, as the unit is gathered, or no backward is to come."""
     for bucket in unit.buckets:
         if bucket.inner is not None and bucket.spread is not None:
             bucket.inner.store = None

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_flag, check_module
 from fsdp_compose.base.exchange import check_exchangeable
-from fsdp_compose.base.modules import walk
+from fsdp_compose.base.modules import walk_modules
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
@@ -166,7 +166,9 @@ def find_units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units whose parameters ``module`` reads, and those tied to them, in the same order always."""
     by_slots = {id(values): unit for unit in list_all_units() for values, _, _ in unit.links.places}
     found: dict[int, Unit] = {}
-    for _, current in walk(module, lambda child: not recurse and find_state(child) is not None):
+    for _, current in walk_modules(
+        module, lambda child: not recurse and find_state(child) is not None
+    ):
         unit = by_slots.get(id(parameter_slots(current)))
         if unit is not None:
             found.setdefault(id(unit), unit)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose.base.modules import walk
+from fsdp_compose.base.modules import walk_modules
 from fsdp_compose.base.torch_private import (
     backward_hook_tables,
     child_slots,
@@ -72,7 +72,7 @@ def check_copy(unit: Unit, module: nn.Module) -> None:
         RuntimeError: naming a parameter of the copy that the unit does not gather.
     """
     known = {(id(values), name) for values, name, _ in unit.links.places}
-    for name, value in _find_unknown(unit, walk(module, partial(_is_apart, unit)), known):
+    for name, value in _find_unknown(unit, walk_modules(module, partial(_is_apart, unit)), known):
         raise RuntimeError(
             f"unit {unit.name!r}: forward was called on a copy of its {type(module).__name__} that "
             "was made by copy.copy or from its __dict__. The copy runs the unit of the original, "
@@ -88,7 +88,7 @@ def list_managed(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
     for position, ref in enumerate(unit.modules):
         root, name = ref(), str(position) if len(unit.modules) > 1 else ""
         if root is not None:
-            yield from walk(root, partial(_is_apart, unit), name, seen)
+            yield from walk_modules(root, partial(_is_apart, unit), name, seen)
 
 
 def _is_apart(unit: Unit, child: nn.Module) -> bool:

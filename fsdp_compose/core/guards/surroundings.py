@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose.base.modules import walk
+from fsdp_compose.base.modules import walk_modules
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.base.torch_stack import calling_modules
@@ -96,7 +96,7 @@ def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
     def is_averaged(one: nn.Module) -> bool:
         return isinstance(one, DistributedDataParallel) or any(is_ignored(u, one) for u in units)
 
-    for path, current in () if is_averaged(module) else walk(module, is_averaged):
+    for path, current in () if is_averaged(module) else walk_modules(module, is_averaged):
         values = parameter_slots(current)
         for name, value in values.items():
             if (
