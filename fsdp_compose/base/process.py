@@ -75,6 +75,7 @@ class Process:
         watch: the thread that looks at what every thread waits for; see ``comm.waiting``. A fork
             has none of its parent's threads, so it starts with a new one.
         calls: by thread, the call over a group that it is in; see ``comm.messages.attend_call``.
+        posted: messages by their work, with their memory; see ``comm.posted``.
         looks: by thread, what it looks at while it waits; see ``comm.messages.looking``.
         saves: the ends of checkpoints that threads write in the background, which the next save or
             load, of any model, waits for: both may use the same folder.
@@ -92,6 +93,7 @@ class Process:
     engines: dict[torch.device, Any] = field(default_factory=dict)
     watch: Any = None
     calls: dict[int, Any] = field(default_factory=dict)
+    posted: dict[Any, Any] = field(default_factory=dict)
     looks: dict[int, Callable[[], None]] = field(default_factory=dict)
     saves: list[Any] = field(default_factory=list)
     pytrees: set[type] = field(default_factory=set)

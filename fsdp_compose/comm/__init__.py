@@ -7,6 +7,7 @@ Files, each importing only from those above it:
     grad_bucket  the gradients of a bucket, as a communication hook is given them
     sums         adds up what ranks bring to a sum
     waiting      says for whom and for what a rank waits
+    posted       messages that may not be over, and their memory
     messages     any picklable object between the ranks of a group
     mail         small messages between ranks of one host
     shared_memory  memory that ranks of one host read of each other

@@ -33,7 +33,7 @@ from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
 from fsdp_compose.comm.sums import add_up, scale_in_place
-from fsdp_compose.comm.transports import premultiplies, room_for_parts
+from fsdp_compose.comm.transports import may_go_on, premultiplies, room_for_parts
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
@@ -51,16 +51,17 @@ class Exchange:
     heads: Heads | None = None
     finish: Callable[[], None] | None = None  # called when the data has arrived
     is_lost: bool = False  # the data did not come, and nobody is to read it
+    is_open: bool = False  # nor are others to use its memory, where data may yet come
 
     def wait(self) -> None:
         works, heads, finish = self.works, self.heads, self.finish
         if works or heads is not None or finish is not None:
-            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
+            self._give_up()
             if heads is None or heads.check():
                 wait_for(works, self.peers, self.purpose)
                 if finish is not None:
                     finish()
-                self.is_lost = False
+                self.is_lost = self.is_open = False
         if self.is_lost:
             raise RuntimeError(
                 f"{self.purpose}: its data did not come, since ranks ran different units while it "
@@ -70,10 +71,11 @@ class Exchange:
 
     def end(self) -> None:
         """Wait where nobody is to read the data, and it may have been lost."""
-        if self.will_be_lost():
-            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
-        else:
-            self.wait()
+        (self._give_up if self.will_be_lost() else self.wait)()
+
+    def _give_up(self) -> None:
+        self.is_open |= may_go_on(self.works)
+        self.works, self.heads, self.finish, self.is_lost = (), None, None, True
 
     def will_be_lost(self) -> bool:
         """Whether ``wait`` would raise, as far as this rank knows."""
@@ -198,7 +200,7 @@ class GatherPlan:
             if started is None:
                 started = self.transport.gather(self.whole, self.parts, self.own, self.call)
             exchange.works, exchange.peers, _, _ = started
-            exchange.is_lost = False
+            exchange.is_lost = exchange.is_open = False
             if self.finish is not None:
                 exchange.finish = self.finish
                 if not self.whole.is_cpu:
@@ -275,10 +277,7 @@ def reduce_scatter_parts(
     if group.pg is None or total == 0:
         return ReduceScatter(Exchange(), [whole])
     nbytes, traffic, transport = total // group.size, here.traffic, transport_of(group)
-    plan = None
-    if factor == 1.0 and not in_tree:
-        plan = plan_reduce(whole, parts, group, purpose)
-    if plan is not None:
+    if factor == 1.0 and not in_tree and (plan := plan_reduce(whole, parts, group, purpose)):
         return plan.start()
     traffic.reduces += 1
     traffic.reduce_bytes += total - nbytes
@@ -322,7 +321,7 @@ class ReducePlan:
             started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
         exchange = scatter.exchange
         exchange.works, exchange.peers, scatter.contributions, scatter.release = started
-        exchange.is_lost = False
+        exchange.is_lost = exchange.is_open = False
         return scatter
 
 
@@ -335,8 +334,7 @@ def plan_reduce(
     """
     if is_point_to_point(group) or transport_of(group).room is not None:
         return None
-    total = 0 if group.pg is None else whole.nbytes
-    nbytes = total - total // group.size
+    nbytes = 0 if group.pg is None else whole.nbytes - whole.nbytes // group.size
     scatter = ReduceScatter(Exchange(purpose=purpose), (), group.rank)
     call = Call(group, 0, purpose)
     return ReducePlan(whole, parts, transport_of(group), call, nbytes, scatter)

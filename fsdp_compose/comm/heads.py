@@ -26,6 +26,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.comm.flags import Flags
 from fsdp_compose.comm.mail import ROW, Letter
 from fsdp_compose.comm.messages import WaitAside, is_point_to_point, post_pairs, wait_for
+from fsdp_compose.comm.posted import begin_rounds, end_rounds, post
 from fsdp_compose.comm.shared_memory import Offer, segments_of
 
 Head = tuple[int, ...]
@@ -179,13 +180,13 @@ class Heads:
 
     def _take_flags(self, mine: list[int], rows: list[list[int]]) -> list[torch.Tensor]:
         """Receive the flags behind the heads ``rows``; who sent them waits until they are taken."""
-        assert self.group.pg is not None
+        pg: Any = self.group.pg
         received, works = [], []
         for index, row in enumerate(rows):
             if row[FLAGS]:
                 peer = index + (index >= self.group.rank)
                 received.append(torch.empty(row[FLAGS], dtype=torch.uint8, device="cpu"))
-                works.append(self.group.pg.recv([received[-1]], peer, _flag_tag(self.epoch, mine)))
+                works.append(post(pg.recv, received[-1], peer, _flag_tag(self.epoch, mine), pg))
         wait_for(works, (), self.purpose)
         return received
 
@@ -233,7 +234,8 @@ def send_heads(
     caller.unread.setdefault(group.pg, deque()).append(heads)
     if flags is not None and is_partial:
         data, others = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
-        heads.flag_works = [group.pg.send([data], r, _flag_tag(epoch, mine)) for r in others]
+        tag, pg = _flag_tag(epoch, mine), group.pg
+        heads.flag_works = [post(pg.send, data, r, tag, pg) for r in others]
     return heads
 
 
@@ -318,7 +320,9 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
     for group in groups:
         if group.pg is not None:
             head = (*both, *[0] * (KIND - len(both)))
+            begin_rounds(group.pg)
             rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
+            end_rounds(group.pg)
             if any(row[KIND] != COMPARISON for row in rows):
                 caller.disagree(group, _find_meeting(rows))
             both = [max(column) for column in zip(both, *rows, strict=False)]

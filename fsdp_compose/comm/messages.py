@@ -22,6 +22,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import GATHER_OPTIONS, all_gather_single, default_store
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.posted import begin_rounds, end_rounds, forget, post
 
 
 def is_point_to_point(group: Group) -> bool:
@@ -58,6 +59,7 @@ def wait_for(
         try:
             for work in works:
                 work.wait()
+            forget(works)
         except RuntimeError as error:
             who = f"rank {peers[works.index(work)]}" if peers else "another rank"
             raise no_answer(purpose, who, advice, error) from error
@@ -99,7 +101,7 @@ def post_pairs(
     for start, tensors in ((pg.recv, incoming), (pg.send, outgoing)):
         for peer, tensor in tensors.items():
             try:
-                works.append(start([tensor], peer, tag))
+                works.append(post(start, tensor, peer, tag, pg))
             except RuntimeError as error:
                 dead = dead or (group.ranks[peer], error)
     if dead is not None:
@@ -130,7 +132,9 @@ def gather_objects(value: Any, group: Group, what: str = "") -> list[Any]:
     purpose = f"compare notes in {call}"
     if is_point_to_point(group):
         others = [r for r in range(group.size) if r != group.rank]
+        begin_rounds(group.pg, 2)  # lengths, then bytes
         found = _swap_bytes(dict.fromkeys(others, mine), others, group, purpose)
+        end_rounds(group.pg)
     else:
         found = _all_gather_bytes(mine, group, purpose)
     found[group.rank] = mine

@@ -32,6 +32,7 @@ from fsdp_compose.base.torch_private import (
     reduce_scatter_single,
 )
 from fsdp_compose.comm.messages import post_pairs
+from fsdp_compose.comm.posted import forget
 from fsdp_compose.comm.shared_memory import MAX_SLOTS, Lease, Offer, Reading, segments_of
 
 _OPS = {
@@ -107,7 +108,9 @@ class _Read:
         offer: Offer = self.call.offers()[self.rank]
         if not offer.ticket:  # that rank had no memory to offer, and sends instead
             found = torch.empty_like(self.like)
-            post_pairs({self.rank: found}, {}, *self.call[:3])[0].wait()
+            works = post_pairs({self.rank: found}, {}, *self.call[:3])
+            works[0].wait()
+            forget(works)
         elif offer.nbytes != self.nbytes:
             raise RuntimeError(f"it offers {offer.nbytes} bytes; wanted {self.nbytes}.")
         else:
@@ -327,6 +330,11 @@ def transport_of(group: Group) -> Transport:
     if group.backend != "gloo":
         return AT_ONCE if group.backend in _COALESCES else ONE_BY_ONE
     return PAIRS if segments_of(group) is None else ON_HOST
+
+
+def may_go_on(works: Sequence[Any]) -> bool:
+    """Whether some of ``works``, which nobody waits for any more, may write their memory yet."""
+    return not all(isinstance(work, _Read) for work in works)
 
 
 def premultiplies(group: Group) -> bool:

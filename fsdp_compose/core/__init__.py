@@ -11,7 +11,7 @@ Files, each importing only from those above it:
     guards/copied_units         a deep copy has buckets of its own
     state                       everything the library remembers, per module, unit and device
     guards/captured             units have anchors of the stream that a CUDA graph is captured on
-    guards/exported_memory      what NumPy and the like read of weights is left to them
+    guards/left_memory          what others still read or write of weights is left to them
     guards/inner_gradients      gradients that forwards and hooks use while weights are gathered
     guards/moved_parameters     copies moved parameters back into their flat shards
     guards/gathered_memory      whether tensors lie in memory that a release frees

@@ -27,8 +27,8 @@ from fsdp_compose.buckets.gather import (
 )
 from fsdp_compose.buckets.issue import is_unseen
 from fsdp_compose.core.guards.collective_log import Log
-from fsdp_compose.core.guards.exported_memory import leave_full
 from fsdp_compose.core.guards.inner_gradients import carry_gradients
+from fsdp_compose.core.guards.left_memory import free_full
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,
     moved_before_backward,
@@ -239,10 +239,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
-            try:
-                bucket.full.untyped_storage().resize_(0)
-            except RuntimeError:  # a NumPy array reads it
-                leave_full(engine, bucket)
+            free_full(engine, bucket)
     else:
         # Freed on the stream that allocated it, behind the compute that read it: the allocator
         # gives the memory only to later gathers, so no other kernel writes it while it is read.

@@ -64,6 +64,9 @@ class StaticWork(EngineWork):
         for bucket in unit.gathered:
             if bucket.static is not None and bucket.phase is Phase.SHARDED:
                 bucket.static.refuse_reads(bucket)
+                if bucket.fill.exchange.is_open:  # messages may yet come where others have turns
+                    for other in static_units_around(unit):
+                        self.choices.pop(other, None)
 
     def has_room(self, unit: Unit) -> bool:
         """Whether nobody else is in the unit's buffer."""

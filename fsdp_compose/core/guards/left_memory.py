@@ -1,20 +1,35 @@
-"""Memory of gathered weights that something outside torch reads goes on being readable.
+"""Memory of released weights that something else still reads or writes is left to it.
 
 ``weight.detach().numpy()`` in a forward makes torch refuse to resize the storage. The array keeps
-it, as in a plain module, and the bucket is gathered elsewhere the next time.
+it, as in a plain module. A gather that was given up, as a rank died, may yet be written by messages
+that come late. In both cases the bucket is gathered elsewhere the next time.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fsdp_compose.base.torch_private import read_version
+from fsdp_compose.base.torch_private import read_version, set_versions
 from fsdp_compose.buckets.bucket import Bucket, alias
 from fsdp_compose.buckets.build import view_full
 from fsdp_compose.core.state import Engine
 
 
-def leave_full(engine: Engine, bucket: Bucket) -> None:
+def free_full(engine: Engine, bucket: Bucket) -> None:
+    """Free the memory of a released bucket, if nobody else uses it."""
+    if bucket.fill.exchange.is_open:
+        former = tuple(bucket.aliases)
+        _leave_full(engine, bucket)
+        # Not what was gathered: torch refuses a backward that would read it.
+        set_versions(former, tuple([read_version(alias) + 1 for alias in former]))
+        return
+    try:
+        bucket.full.untyped_storage().resize_(0)
+    except RuntimeError:  # a NumPy array reads it
+        _leave_full(engine, bucket)
+
+
+def _leave_full(engine: Engine, bucket: Bucket) -> None:
     """Give a released bucket other memory, of 0 bytes until it is gathered."""
     former = bucket.aliases
     with torch.inference_mode(False), torch.no_grad():

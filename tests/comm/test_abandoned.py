@@ -1,0 +1,95 @@
+"""Messages that a rank ceases to wait for: gloo's threads still read and write their memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compose as fc
+from fsdp_compose.base.group import Group
+from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import default_store
+from fsdp_compose.comm.collectives import gather_objects, gather_parts
+from fsdp_compose.comm.transports import PAIRS
+
+from harness import rank_errors, run_ranks
+from models import seeded
+
+WIDTH = 96  # of a unit of 36 KiB, which malloc gives again at once
+
+
+def test_a_late_message_harms_no_memory() -> None:
+    """A rank dies inside a gather, and what another one sends for it comes after it was given up.
+
+    What it comes to is not given to others, though the error still holds the gather's frames.
+    """
+
+    def ranks(rank: int) -> None:
+        store, is_second = default_store(), False
+
+        def gather(whole: torch.Tensor, parts: Any, own: torch.Tensor, call: Any) -> Any:
+            if is_second and rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if is_second and rank == 1:
+                store.wait(["freed"], timedelta(seconds=30))
+            try:
+                return PAIRS.gather(whole, parts, own, call)
+            finally:  # it is sent to rank 0, though the other one has died
+                if is_second:
+                    store.set("sent", "")
+
+        model = seeded(lambda: nn.Linear(WIDTH, WIDTH, bias=False))
+        fc.fully_shard(model, transport=replace(PAIRS, gather=gather))
+        data = torch.ones(1, WIDTH, dtype=torch.float64)
+        model(data).sum().backward()
+        is_second = True
+        with pytest.raises(RuntimeError, match="does not answer") as raised:
+            model(data)
+        if rank == 0:
+            with pytest.raises(RuntimeError):
+                fc.unshard(model)  # clears what the forward left
+            others = [torch.full((WIDTH, WIDTH), -5.0).double() for _ in range(64)]
+            store.set("freed", "")
+            store.wait(["sent"], timedelta(seconds=30))
+            time.sleep(0.2)
+            assert all(bool((other == -5.0).all()) for other in others)
+        assert raised.tb is not None
+        raise KeyError("unharmed")
+
+    errors = rank_errors(ranks, 3)
+    assert [error is not None and "unharmed" in error for error in errors[:2]] == [True] * 2, errors
+
+
+def test_a_message_that_was_given_up_holds_up_no_other() -> None:
+    """Once the ranks have heard each other in two rounds, nothing is kept for it any more."""
+
+    def ranks(rank: int) -> None:
+        pg: Any = dist.group.WORLD
+        group, store = Group(pg, rank, 2, "gloo", (0, 1), purpose="a test"), default_store()
+        parts = [torch.full((512,), 1 + r, dtype=torch.uint8) for r in range(2)]
+        whole = torch.zeros(1024, dtype=torch.uint8)
+        whole[512 * rank : 512 * (rank + 1)] = parts[rank]
+        views = cut_by_rank(whole, 2)
+        if rank == 0:
+            exchange = gather_parts(whole, views, views[0], group)
+            del exchange, views  # it was posted, and nobody waits
+            store.set("given up", "")
+        else:
+            store.wait(["given up"], timedelta(seconds=30))
+            gather_parts(whole, views, views[1], group).wait()
+        assert len(here.posted) == 2 * (rank == 0)
+        assert gather_objects("first", group) == ["first"] * 2
+        assert not here.posted
+        assert whole.tolist() == torch.cat(parts).tolist()  # it came where it was to
+
+    run_ranks(ranks, 2)
