@@ -70,7 +70,8 @@ def reduce_extreme(numbers: torch.Tensor, group: Group, op: str, what: str) -> t
     """
     sign = -1.0 if op == "min" else 1.0
     known = torch.nan_to_num(sign * numbers, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    both = torch.cat([known, numbers.isnan().to(numbers.dtype)])
+    both = known.repeat(2)  # not torch.cat, which autocast refuses of dtypes other than its own
+    both[len(known) :] = numbers.isnan()
     extreme, has_nan = reduce_alike(both, group, "max", what).chunk(2)
     return torch.where(has_nan > 0, math.nan, sign * extreme)
 

@@ -180,7 +180,8 @@ def _mean(local: Tensor, spec: ShardSpec) -> Tensor:
 @_over_all
 def _prod(local: Tensor, spec: ShardSpec) -> Tensor:
     total = _across(_wide(local).prod(), "prod", spec)
-    return total.to(local.dtype) if local.dtype in HALF else total
+    # Autocast on a CPU has it stay float32.
+    return total.to(local.detach()[:0].prod().dtype) if local.dtype in HALF else total
 
 
 def _extreme(op: str, reduce: Callable[[Tensor], Tensor]) -> Reduction:

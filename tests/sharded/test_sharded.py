@@ -364,6 +364,20 @@ def test_autocast_does_not_look_at_what_is_gathered(dtype: torch.dtype) -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reductions_under_autocast_of_another_dtype(dtype: torch.dtype) -> None:
+    def body(group: Group) -> None:
+        w = torch.arange(1.0, 6).to(dtype)
+        (p,) = shard([w], group)
+        other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+        with torch.autocast("cpu", other):
+            for name in ("max", "min", "amax", "sum", "prod", "mean", "norm"):
+                found, wanted = getattr(p, name)(), getattr(w, name)()
+                assert (name, found.item(), found.dtype) == (name, wanted.item(), wanted.dtype)
+
+    on_ranks(body, 2)
+
+
 COMPARING = (
     "eq ge greater greater_equal gt isclose le less less_equal logical_and logical_or logical_xor "
     "lt ne not_equal"
