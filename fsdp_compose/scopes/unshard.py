@@ -419,10 +419,13 @@ def explain_open(bucket: Bucket, caller: str, spec: ShardSpec) -> str:
     """The text of the error for ``caller``, which needs gradients that wait to be reduced."""
     if bucket.mesh.microbatches is not None:
         return _explain_microbatches(bucket, caller, spec)
+    last = "leave accumulate() first, run the last backward outside no_sync()"
+    if bucket.arriving.waiting is not None and not is_pending(bucket):
+        last = "call set_is_last_backward(module, True) before the step's last backward"
     return (
         f"{caller}: the gradient of {spec.fqn!r} (unit {spec.unit!r}) was accumulated "
-        "without synchronisation and is not in .grad yet; leave accumulate() first, run the last "
-        "backward outside no_sync(), or call fsdp_compose.reduce_grads(module)."
+        f"without synchronisation and is not in .grad yet; {last}, or call "
+        "fsdp_compose.reduce_grads(module)."
     )
 
 

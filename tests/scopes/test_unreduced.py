@@ -224,6 +224,20 @@ def test_reading_one_raises(read: Callable[[Tensor, Tensor], Any]) -> None:
         read(grad, other)
 
 
+def test_the_last_backward_that_was_not_said() -> None:
+    """The error names what has the gradient wait, or any scope where it was not reduced yet."""
+    model, x = by_block(seeded(Tower), offload_policy=Offload(True)), data(0, 0, 3, WIDTH)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    fc.set_is_last_backward(model, False)
+    square(model, x).backward()
+    with pytest.raises(RuntimeError, match=r"call set_is_last_backward\(module, True\) before"):
+        optim.step()
+    with fc.no_sync(model):
+        square(model, x).backward()
+    with pytest.raises(RuntimeError, match=r"run the last backward outside no_sync\(\)"):
+        optim.step()
+
+
 def clip(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
