@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -91,17 +91,38 @@ class Started(NamedTuple):
     release: Callable[[], None] | None = None
 
 
-def refuse_started(name: str, found: object) -> NoReturn:
-    """Raise for what the function ``name`` of a transport returned in place of a ``Started``.
+def check_started(
+    name: str, found: object, whole: Any = None, own: Any = None, group: Any = None
+) -> None:
+    """Raise unless the function ``name`` of a transport returned a ``Started``.
+
+    Args:
+        whole: of a reduction: the tensor; ``own``: this rank's part of it; ``group``: over which.
 
     Raises:
-        TypeError: always.
+        TypeError: it is none, or has no parts where ``whole`` is given.
+        ValueError: they have other sizes than ``own``, or what is kept lies in ``whole``.
     """
-    parts = ", in whose parts is this rank's part of the sum, or what each rank adds to it"
-    raise TypeError(
-        f"transport: its function for {name} returned {describe_value(found)}; wanted a "
-        f"fsdp_compose.base.group.Started{parts if name == 'reduce_scatter' else ''}."
-    )
+    wanted = "a fsdp_compose.base.group.Started"
+    if whole is not None:
+        wanted += (
+            f" with one part of {own.numel()} elements, this rank's of the sum, or {group.size}, "
+            "what each rank adds to it, in memory of their own: parts[rank].clone()"
+        )
+    said = f"transport: its function for {name} returned"
+    if not isinstance(found, Started) or not (whole is None or found.parts):
+        raise TypeError(f"{said} {describe_value(found)}; wanted {wanted}.")
+    if whole is None:
+        return
+    sizes, memory = [part.numel() for part in found.parts], whole.untyped_storage().data_ptr()
+    if len(sizes) not in (1, group.size) or {*sizes} != {own.numel()}:
+        raise ValueError(f"{said} parts of {sizes} elements; wanted {wanted}.")
+    for rank, part in enumerate(found.parts):
+        is_added = len(sizes) > 1 and rank == group.rank  # which is read before whole is released
+        if not is_added and part.untyped_storage().data_ptr() == memory:
+            raise ValueError(
+                f"{said} a part that lies in whole, which is released; wanted {wanted}."
+            )
 
 
 @dataclass(frozen=True, repr=False)

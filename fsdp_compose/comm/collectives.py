@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.group import Call, Group, Op, Started, Transport, refuse_started
+from fsdp_compose.base.group import Call, Group, Op, Started, Transport, check_started
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
@@ -169,8 +169,8 @@ def gather_parts(
     traffic.gather_bytes += total - nbytes
     call, heads = _open(group, transport, purpose, nbytes, caller, own)
     started = transport.gather(whole, parts, own, call)
-    if not isinstance(started, Started):
-        refuse_started("gather", started)
+    if group.transport is not None:
+        check_started("gather", started)
     exchange = Exchange(started.works, purpose, started.peers, heads, finish)
     if finish is not None and not whole.is_cpu:
         exchange.wait()
@@ -292,8 +292,8 @@ def reduce_scatter_parts(
     else:
         call = call if factor == 1.0 else call._replace(factor=factor)
         started = transport.reduce_scatter(whole, parts, call)
-        if not isinstance(started, Started) or not started.parts:
-            refuse_started("reduce_scatter", started)
+        if group.transport is not None:
+            check_started("reduce_scatter", started, whole, parts[group.rank], group)
     exchange = Exchange(started.works, purpose, started.peers, heads)
     return ReduceScatter(exchange, started.parts, group.rank, started.release, in_tree)
 
@@ -319,6 +319,8 @@ class ReducePlan:
         traffic.reduce_bytes += self.nbytes
         if started is None:
             started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
+        if (group := self.call.group).transport is not None:
+            check_started("reduce_scatter", started, self.whole, self.parts[group.rank], group)
         exchange = scatter.exchange
         exchange.works, exchange.peers, scatter.contributions, scatter.release = started
         exchange.is_lost = exchange.is_open = False

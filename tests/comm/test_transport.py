@@ -344,17 +344,28 @@ def test_what_is_no_seam_is_refused(options: dict[str, Any], text: str) -> None:
         fully_shard(nn.Linear(2, 2), **options)
 
 
-def test_what_a_transport_must_return() -> None:
-    """One that returns nothing, or no part of a sum, is an error that names its function."""
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda parts: Started(), r"for reduce_scatter returned Started\(.*; wanted"),
+        (lambda parts: Started(parts=parts[:1]), "a part that lies in whole, which is released"),
+        (lambda parts: Started(parts=parts), "a part that lies in whole, which is released"),
+        (lambda parts: Started(parts=[parts[0][:3].clone()]), r"parts of \[3\] elements; .* of 4"),
+    ],
+)
+def test_what_a_transport_must_return(answer: Callable[[Any], Started], text: str) -> None:
+    """What is no part of a sum, or in memory of the library, is an error that names the call."""
     nothing: Any = lambda *_: None  # noqa: E731
-    wrong = replace(PAIRS, gather=nothing, reduce_scatter=lambda *_: Started(), room=lambda *_: ())
-    whole = torch.zeros(8)
-    with fake_world(2):
-        group = mesh.with_transport(mesh.group_of(dist.group.WORLD, whole.device), wrong)
-        with pytest.raises(TypeError, match="for gather returned None; wanted"):
-            gather_parts(whole, whole.chunk(2), whole[:4], group)
-        with pytest.raises(TypeError, match=r"for reduce_scatter returned Started\(.*whose parts"):
-            reduce_scatter_parts(whole, whole.chunk(2), group)
+    for way in PAIRS, AT_ONCE:  # by messages, and by a plan
+        reduce: Any = lambda whole, parts, call: answer(parts)  # noqa: E731
+        wrong = replace(way, gather=nothing, reduce_scatter=reduce)
+        whole = torch.zeros(8)
+        with fake_world(2):
+            group = mesh.with_transport(mesh.group_of(dist.group.WORLD, whole.device), wrong)
+            with pytest.raises(TypeError, match="for gather returned None; wanted"):
+                gather_parts(whole, whole.chunk(2), whole[:4], group)
+            with pytest.raises((TypeError, ValueError), match=text):
+                reduce_scatter_parts(whole, whole.chunk(2), group)
 
 
 def test_what_encode_must_return() -> None:
