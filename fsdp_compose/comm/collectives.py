@@ -56,12 +56,15 @@ class Exchange:
     def wait(self) -> None:
         works, heads, finish = self.works, self.heads, self.finish
         if works or heads is not None or finish is not None:
-            self._give_up()
-            if heads is None or heads.check():
-                wait_for(works, self.peers, self.purpose)
-                if finish is not None:
-                    finish()
-                self.is_lost = self.is_open = False
+            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
+            try:
+                if heads is None or heads.check():
+                    wait_for(works, self.peers, self.purpose)
+                    if finish is not None:
+                        finish()
+                    self.is_lost = False
+            finally:
+                self.is_open = self.is_lost and may_go_on(works)
         if self.is_lost:
             raise RuntimeError(
                 f"{self.purpose}: its data did not come, since ranks ran different units while it "
@@ -71,11 +74,11 @@ class Exchange:
 
     def end(self) -> None:
         """Wait where nobody is to read the data, and it may have been lost."""
-        (self._give_up if self.will_be_lost() else self.wait)()
-
-    def _give_up(self) -> None:
-        self.is_open |= may_go_on(self.works)
-        self.works, self.heads, self.finish, self.is_lost = (), None, None, True
+        if self.will_be_lost():
+            self.is_open |= may_go_on(self.works)
+            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
+        else:
+            self.wait()
 
     def will_be_lost(self) -> bool:
         """Whether ``wait`` would raise, as far as this rank knows."""
@@ -356,11 +359,10 @@ def start_reduces(plans: Sequence[ReducePlan]) -> list[ReduceScatter]:
 
 def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:
     """Start fetching what each rank adds to this rank's part, from a transport that would sum."""
-    group = call.group
-    if group.reductions is not None:
-        call = call._replace(group=replace(group, pg=group.reductions))
+    group = replace(call.group, pg=call.group.reductions or call.group.pg)
     outgoing, incoming = ([t.view(torch.uint8) for t in side] for side in (parts, call.room))
-    return transport_of(group).exchange(outgoing, incoming, call)._replace(parts=call.room)
+    started = transport_of(group).exchange(outgoing, incoming, call._replace(group=group))
+    return started._replace(parts=call.room)
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -421,9 +423,8 @@ def sum_replicas(
     parts = cut_by_rank(whole, group.size)
     scatter = reduce_scatter_parts(whole, parts, group, purpose, caller, flags, in_tree=in_tree)
     parts[group.rank].copy_(scatter.result(tensor.dtype, 1.0))
-    whole_bytes = whole.view(torch.uint8)
-    part_bytes = cut_by_rank(whole_bytes, group.size)
-    gather_parts(whole_bytes, part_bytes, part_bytes[group.rank], group, purpose, caller).wait()
+    cut = [part.view(torch.uint8) for part in parts]
+    gather_parts(whole.view(torch.uint8), cut, cut[group.rank], group, purpose, caller).wait()
     return whole[: tensor.numel()]
 
 
@@ -495,6 +496,5 @@ def span(
 
 def _take_largest(tensor: torch.Tensor, group: Group, purpose: str) -> None:
     """Set each element to the largest of the group; on an accelerator nothing waits for it."""
-    is_blocking = tensor.device.type == "cpu"
-    with _blocking(purpose, group, tensor) if is_blocking else contextlib.nullcontext():
+    with _blocking(purpose, group, tensor) if tensor.is_cpu else contextlib.nullcontext():
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.pg)

@@ -59,7 +59,8 @@ def wait_for(
         try:
             for work in works:
                 work.wait()
-            forget(works)
+            if here.posted:
+                forget(works)
         except RuntimeError as error:
             who = f"rank {peers[works.index(work)]}" if peers else "another rank"
             raise no_answer(purpose, who, advice, error) from error

@@ -48,10 +48,8 @@ def post(
 
 def forget(works: Iterable[Any]) -> None:
     """The messages are over, as they were waited for."""
-    posted = here.posted
-    if posted:
-        for work in works:
-            posted.pop(work, None)
+    for work in works:
+        here.posted.pop(work, None)
 
 
 def begin_rounds(pg: Any, count: int = 1) -> None:

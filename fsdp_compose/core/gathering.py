@@ -28,7 +28,7 @@ from fsdp_compose.buckets.gather import (
 from fsdp_compose.buckets.issue import is_unseen
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.inner_gradients import carry_gradients
-from fsdp_compose.core.guards.left_memory import free_full
+from fsdp_compose.core.guards.left_memory import leave_full
 from fsdp_compose.core.guards.moved_parameters import (
     copy_moved_parameters,
     moved_before_backward,
@@ -239,7 +239,10 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
-            free_full(engine, bucket)
+            if bucket.full.untyped_storage().resizable() and not bucket.fill.exchange.is_open:
+                bucket.full.untyped_storage().resize_(0)
+            else:  # others still use it
+                leave_full(engine, bucket)
     else:
         # Freed on the stream that allocated it, behind the compute that read it: the allocator
         # gives the memory only to later gathers, so no other kernel writes it while it is read.

@@ -15,23 +15,9 @@ from fsdp_compose.buckets.build import view_full
 from fsdp_compose.core.state import Engine
 
 
-def free_full(engine: Engine, bucket: Bucket) -> None:
-    """Free the memory of a released bucket, if nobody else uses it."""
-    if bucket.fill.exchange.is_open:
-        former = tuple(bucket.aliases)
-        _leave_full(engine, bucket)
-        # Not what was gathered: torch refuses a backward that would read it.
-        set_versions(former, tuple([read_version(alias) + 1 for alias in former]))
-        return
-    try:
-        bucket.full.untyped_storage().resize_(0)
-    except RuntimeError:  # a NumPy array reads it
-        _leave_full(engine, bucket)
-
-
-def _leave_full(engine: Engine, bucket: Bucket) -> None:
+def leave_full(engine: Engine, bucket: Bucket) -> None:
     """Give a released bucket other memory, of 0 bytes until it is gathered."""
-    former = bucket.aliases
+    former = tuple(bucket.aliases)
     with torch.inference_mode(False), torch.no_grad():
         bucket.full = torch.empty_like(bucket.full)
         storage = bucket.full.untyped_storage()
@@ -43,3 +29,6 @@ def _leave_full(engine: Engine, bucket: Bucket) -> None:
     for unit in engine.units:
         unit.links.aliases[:] = [replaced.get(id(item), item) for item in unit.links.aliases]
         unit.links.standing = None
+    if bucket.fill.exchange.is_open:
+        # Not what was gathered: torch refuses a backward that would read it.
+        set_versions(former, tuple([read_version(alias) + 1 for alias in former]))
