@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress, repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -148,6 +148,9 @@ def take_settings(optimizer: torch.optim.Optimizer, log: Log) -> Settings:
     passed_over = _list_without_gradient(optimizer, log)
     names = [zlib.crc32(f"{unit} {name}".encode()) for unit, name in passed_over]
     values = [tuple(map(_steady, numbers.values())) for numbers in settings]
+    if len({*values}) > 1:  # which group has which
+        numbered = map(_number_group, optimizer.param_groups)
+        values = [(*value, number) for value, number in zip(values, numbered, strict=True)]
     number = hash(frozenset([*values, *names]))
     ref = weakref.ref(optimizer)  # else this holds the weights if no step follows
 
@@ -187,6 +190,19 @@ def _list_without_gradient(optimizer: torch.optim.Optimizer, log: Log) -> list[t
         trained = [p for p in missing if is_sharded_parameter(p) and requires_grad(p)]
         trained = [p for p in trained if _is_of(p, log)]
     return _list_names(trained)
+
+
+def _number_group(group: dict[str, Any]) -> int:
+    """A number for the parameters of a group, in any order; 0 where other ranks may have others."""
+    try:
+        if any(map(_IS_OF_FEWER, group["params"])):
+            return 0
+        return zlib.crc32(min(map(_FQN, group["params"]), default="").encode())
+    except AttributeError:  # one that is not sharded
+        return 0
+
+
+_FQN, _IS_OF_FEWER = map(attrgetter, ("_shard_spec.fqn", "_shard_spec.residence.is_of_fewer"))
 
 
 def _list_numbers(group: dict[str, Any]) -> dict[str, Any]:

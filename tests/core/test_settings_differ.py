@@ -80,6 +80,23 @@ def test_any_setting_of_any_group(name: str, value: Any) -> None:
     run_ranks(ranks)
 
 
+def test_rates_that_one_rank_has_exchanged() -> None:
+    """As where groups come out of a set of names, and a schedule goes by their positions."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        first, *rest = model.parameters()
+        optim = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1)
+        for seed in range(2):
+            train(model, [optim], rank, seed)
+        optim.param_groups[rank]["lr"] = 0.2
+        train(model, [optim], rank, 2)
+        with pytest.raises(RuntimeError, match=FOUND):
+            train(model, [optim], rank, 3)
+
+    simulate_ranks(ranks)
+
+
 def test_on_a_device_it_is_found_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host does not wait for the comparison of the step that it has just issued."""
     compare_as_on_a_device(monkeypatch)
