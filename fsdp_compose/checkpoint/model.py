@@ -122,7 +122,7 @@ def state_dict(
     """
     check_module("state_dict", module)
     wanted = StateDictType(kind, cpu_offload, rank0_only)
-    refuse_left_out("state_dict", module, rank0_only)
+    refuse_left_out("state_dict", module, rank0_only, compares=True)
     contents = contents_of(module)
     result: OrderedDict[str, Any] = OrderedDict(contents.values)
     if kind == "full":

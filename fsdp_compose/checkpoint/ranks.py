@@ -24,7 +24,7 @@ from fsdp_compose.base.arguments import (
     check_process_group,
     check_timeout,
 )
-from fsdp_compose.base.group import SELF, Group, is_alive
+from fsdp_compose.base.group import SELF, Group, get_global_rank, is_alive
 from fsdp_compose.base.launched import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
 from fsdp_compose.buckets.entries import find_entry
@@ -322,11 +322,12 @@ def claim_folder(what: str, path: Path, group: Group) -> None:
         store.set(place, mine)
 
 
-def refuse_left_out(what: str, module: nn.Module, rank0_only: bool) -> None:
+def refuse_left_out(what: str, module: nn.Module, rank0_only: bool, compares: bool = False) -> None:
     """Raise where what rank 0 holds is not the whole model: other ranks have experts of their own.
 
     Args:
         what: the function that was to give the whole on rank 0 alone.
+        compares: every rank calls it: they compare the names of what is not sharded.
 
     Raises:
         RuntimeError: naming a parameter that fewer ranks hold than others.
@@ -343,6 +344,19 @@ def refuse_left_out(what: str, module: nn.Module, rank0_only: bool) -> None:
             "of one parameter. If the other ranks hold the same values, say so with "
             f"set_gradient_divide_factor(module, {owner_of(entry).mesh.size})."
         )
+    if not compares:
+        return
+    params = parameters_by_name(module).items()
+    own = [name for name, param in params if not is_sharded(leaf_of(param))]
+    reports = sorted(gather_in_turn((get_global_rank(), own), groups_of(module), what))
+    for rank, names in reports:
+        for name in sorted({*names}.difference(reports[0][1])):
+            raise RuntimeError(
+                f"{what}: rank0_only=True gives what rank {reports[0][0]} holds, and {name!r}, "
+                f"which is not sharded (ignored=), is on rank {rank} and not there: experts of "
+                "other ranks would be left out. save_checkpoint saves them all, and without "
+                "rank0_only each rank gets its own."
+            )
 
 
 def refuse_broadcast(what: str, module: nn.Module, groups: Sequence[Group]) -> None:

@@ -140,6 +140,8 @@ def test_ignored_experts_are_not_left_out(tmp_path: Path) -> None:
         model, _ = build([rank], ignores=True)
         with pytest.raises(RuntimeError, match=r"'experts.0.linear.bias' .* not on every rank"):
             fc.save_full(tmp_path / "apart", model)
+        with pytest.raises(RuntimeError, match=r"'experts.1.linear.* would be left out"):
+            fc.state_dict(model, rank0_only=True)
 
     run_ranks(ranks, 2)
 
