@@ -124,6 +124,7 @@ def _begin_fill(bucket: Bucket) -> comm.GatherPlan | None:
     if sent is None and inner is None and codec is None and _is_repeated(bucket):
         own = _keep_sent_copy(bucket, own, group)
     if comm.is_point_to_point(group):
+        bucket.fill.exchange = comm.BEGUN_BY_HALF  # if the next line raises
         gather = comm.gather_parts(whole, parts, own, group, purpose, caller, decode)
         bucket.fill.exchange = gather
         return None

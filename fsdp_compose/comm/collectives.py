@@ -86,6 +86,7 @@ class Exchange:
 
 
 NOTHING_SENT = Exchange()  # one that is over, for whoever communicates nothing
+BEGUN_BY_HALF = Exchange(is_open=True)  # the start of it raised, perhaps behind its first messages
 
 
 @dataclass(slots=True)

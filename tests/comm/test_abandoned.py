@@ -93,3 +93,38 @@ def test_a_message_that_was_given_up_holds_up_no_other() -> None:
         assert whole.tolist() == torch.cat(parts).tolist()  # it came where it was to
 
     run_ranks(ranks, 2)
+
+
+def test_a_gather_that_began_by_half_keeps_its_memory() -> None:
+    """A rank has died, which shows as this one sends to it, after it asked others for their parts.
+
+    What they send may come after the error.
+    """
+
+    def ranks(rank: int) -> None:
+        store = default_store()
+
+        def gather(whole: torch.Tensor, parts: Any, own: torch.Tensor, call: Any) -> Any:
+            if rank:
+                store.wait(["freed"], timedelta(seconds=30))
+            started = PAIRS.gather(whole, parts, own, call)
+            store.set(f"begun by {rank}", "")
+            if rank == 0:
+                raise RuntimeError("another rank has died")
+            return started
+
+        model = seeded(lambda: nn.Linear(WIDTH, WIDTH, bias=False))
+        fc.fully_shard(model, transport=replace(PAIRS, gather=gather))
+        data = torch.ones(1, WIDTH, dtype=torch.float64)
+        if rank:
+            model(data)
+            return
+        with pytest.raises(RuntimeError, match="has died"):
+            model(data)
+        others = [torch.full((WIDTH, WIDTH), -5.0).double() for _ in range(64)]
+        store.set("freed", "")
+        store.wait(["begun by 1"], timedelta(seconds=30))
+        time.sleep(0.2)
+        assert all(bool((other == -5.0).all()) for other in others)
+
+    run_ranks(ranks, 2)
