@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compose as fc
 from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, get_state, wrap
+from fsdp_compose.base.group import Started
 from fsdp_compose.buckets import gradients
 from fsdp_compose.buckets.bucket import Bucket, Phase
+from fsdp_compose.comm.transports import PAIRS
 from fsdp_compose.core import gathering
 
 from harness import fake_world, run_ranks, simulate_ranks
@@ -251,6 +254,36 @@ def test_units_that_take_turns_make_room() -> None:
         with fc.gathered(model):
             assert all(p.shape.numel() for p in model.parameters())
         square(model, x).backward()
+
+
+@pytest.mark.parametrize("give_up", [fc.unshard, fc.reshard])
+def test_a_gather_given_up_keeps_its_buffer(give_up: Callable[..., Any]) -> None:
+    """What may yet come there, as a rank has died, meets no unit that had turns in it."""
+    is_cut = False
+
+    class Work:
+        def wait(self) -> None:
+            if is_cut:
+                raise RuntimeError("the connection was closed")
+
+    def visit(*blocks: nn.Module) -> list[Tensor]:
+        for block in blocks:
+            fc.unshard(block)
+            fc.reshard(block)
+        return [get_state(block).unit.buckets[0].full for block in blocks]
+
+    with fake_world(2):
+        way = replace(PAIRS, gather=lambda *_: Started((Work(),)))
+        model = by_block(seeded(lambda: Tower(4)), static_buffers=True, transport=way)
+        before = visit(*model.blocks)  # alive, as where a message is yet to come
+        fc.prefetch_units(model, [model.blocks[0]])
+        is_cut = True
+        with pytest.raises(RuntimeError, match="was closed"):
+            give_up(model.blocks[0])
+        fc.reshard(model.blocks[0])
+        is_cut = False
+        pointers = [[full.data_ptr() for full in each] for each in (before, visit(*model.blocks))]
+        assert set(pointers[0]).isdisjoint(pointers[1])
 
 
 class Twice(Tower):

@@ -60,13 +60,15 @@ class StaticWork(EngineWork):
 
     def release(self, unit: Unit) -> None:
         """As ``EngineWork.release``; backward must not read what others overwrite."""
-        EngineWork.release(unit)
-        for bucket in unit.gathered:
-            if bucket.static is not None and bucket.phase is Phase.SHARDED:
-                bucket.static.refuse_reads(bucket)
-                if bucket.fill.exchange.is_open:  # messages may yet come where others have turns
-                    for other in static_units_around(unit):
-                        self.choices.pop(other, None)
+        try:
+            EngineWork.release(unit)
+        finally:
+            for bucket in unit.gathered:
+                if bucket.static is not None and bucket.phase is Phase.SHARDED:
+                    bucket.static.refuse_reads(bucket)
+                    if bucket.fill.exchange.is_open:  # messages may come where others have turns
+                        for other in static_units_around(unit):
+                            self.choices.pop(other, None)
 
     def has_room(self, unit: Unit) -> bool:
         """Whether nobody else is in the unit's buffer."""
