@@ -118,13 +118,14 @@ def _choose_gradients(
 def _postpone_hooks(entries: Iterable[Entry]) -> Iterator[None]:
     """Scope in which autograd leaves hooks to the caller, who runs them on the whole gradient."""
     hooks = [entry.spec.hooks for entry in entries]
+    outer = [hook.is_summed for hook in hooks]
     try:
         for hook in hooks:
             hook.is_summed = True
         yield
     finally:
-        for hook in hooks:
-            hook.is_summed = False
+        for hook, before in zip(hooks, outer, strict=True):
+            hook.is_summed = before
 
 
 def _tag_local(local: torch.Tensor, entry: Entry) -> torch.Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from fsdp_compose.base.torch_private import beneath_transforms, call_raw
+from fsdp_compose.base.torch_private import beneath_transforms, call_raw, raw
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.operands import check_cut, check_differentiable
 from fsdp_compose.sharded.spec import ShardedWeightError, refuse
@@ -32,7 +34,11 @@ def autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         )
     outputs, inputs = args
     given = _cut_gradients(func, outputs, kwargs.get("grad_outputs"))
-    grads = call_raw(func, (), args, {**kwargs, "grad_outputs": given})
+    kwargs = {**kwargs, "grad_outputs": given}
+    if (edges := _find_edges(outputs, inputs)) is None:
+        grads = call_raw(func, (), args, kwargs)
+    else:
+        grads = func(outputs, edges, **kwargs)
     for grad, source in zip(grads, inputs, strict=True):
         if type(grad) is Tensor and is_sharded(source):
             tag(grad, source._shard_spec)
@@ -43,9 +49,24 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``tensor.backward(gradient)``, and ``torch.autograd.backward(tensors, grad_tensors)``."""
     name = "gradient" if func is Tensor.backward else "grad_tensors"
     outputs = args if func is Tensor.backward else args[0]
-    return call_raw(
-        func, (), args, {**kwargs, name: _cut_gradients(func, outputs, kwargs.get(name))}
-    )
+    kwargs = {**kwargs, name: _cut_gradients(func, outputs, kwargs.get(name))}
+    if (edges := _find_edges(outputs, kwargs.get("inputs") or ())) is None:
+        return call_raw(func, (), args, kwargs)
+    return func(*args, **{**kwargs, "inputs": edges})
+
+
+def _find_edges(outputs: Iterable[Any], inputs: Iterable[Any]) -> tuple[Any, ...] | None:
+    """The inputs, of which what is sharded is named by its node; None where that does not do.
+
+    Autograd calls all that it runs in the state that it is called in. In a raw scope a backward of
+    the user's own, or a forward that is computed again, would take slices for whole parameters.
+    """
+    sharded = list(filter(is_sharded, inputs))
+    with raw():
+        if any(map(is_sharded, outputs)) or not all(t.is_leaf and t.requires_grad for t in sharded):
+            return None
+        with torch.enable_grad():
+            return tuple([get_gradient_edge(t) if is_sharded(t) else t for t in inputs])
 
 
 def _is_batched(given: Any) -> bool:

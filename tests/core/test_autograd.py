@@ -26,7 +26,7 @@ from fsdp_compose import (
 from fsdp_compose.sharded import own_slice
 
 from autograd_steps import STRATEGIES, Recomputed, agree, leaves, penalty
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
@@ -178,6 +178,50 @@ def test_gradients_asked_for_lie_where_shards_do() -> None:
     bucket.stored = bucket.stored.detach().to("meta")
     loss = model(torch.ones(1, 2)).sum()
     assert all(grad.is_meta for grad in torch.autograd.grad(loss, leaves(model)))
+
+
+def _grad_through_a_backward_of_its_own(model: nn.Module, how: str) -> tuple[Tensor, list[str]]:
+    """A gradient, and when hooks ran, where a backward reads weights and asks for gradients."""
+    weight, calls = model[0].weight, list[str]()
+    weight.register_hook(lambda grad: (calls.append("hook"), 2 * grad)[1])
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, given: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return model(x).detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            with torch.enable_grad():
+                out = model(ctx.saved_tensors[0])
+            (inner,) = torch.autograd.grad(out, [weight], grad * model[1].weight.norm())
+            calls.append("inner")
+            return None, inner
+
+    x = torch.ones(2, 3)
+    loss = model(x).sum() + Own.apply(x, weight).sum()  # whose backward runs first
+    if how == "grad":
+        return torch.autograd.grad(loss, [weight])[0], calls
+    loss.backward(inputs=[weight] if how == "inputs" else None)
+    return weight.grad, calls
+
+
+@pytest.mark.parametrize("how", ["grad", "inputs", "backward"])
+def test_own_backwards_see_whole_weights(how: str) -> None:
+    """They run in a call that is given sharded parameters as they do in any other backward."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+    def ranks(rank: int) -> None:
+        found, calls = _grad_through_a_backward_of_its_own(fully_shard(make()), how)
+        assert calls == theirs
+        torch.testing.assert_close(whole(found), wanted)
+
+    wanted, theirs = _grad_through_a_backward_of_its_own(make(), how)
+    simulate_ranks(ranks, 2)
 
 
 @pytest.mark.parametrize("option", ["allow_unused", "materialize_grads"])
