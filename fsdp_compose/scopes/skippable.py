@@ -348,7 +348,8 @@ def _are_finite(module: nn.Module, units: list[Unit]) -> bool:
         grads += (t for unit in units for bucket in unit.buckets for t in list_waiting(bucket))
         flags: dict[torch.device, list[torch.Tensor]] = {}
         for grad in grads:
-            flags.setdefault(grad.device, []).append(torch.isfinite(_data(grad)).all())
+            values = grad._values() if grad.is_sparse else _data(grad)
+            flags.setdefault(grad.device, []).append(torch.isfinite(values).all())
         return all(bool(torch.stack(found).all()) for found in flags.values())  # each waits once
 
 

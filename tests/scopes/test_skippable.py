@@ -195,6 +195,16 @@ def test_the_host_waits_once_for_all_gradients() -> None:
     run_ranks(ranks, 2)
 
 
+def test_sparse_gradients_are_looked_at() -> None:
+    """Those of an ignored embedding; that torch compares no sparse tensors discards no step."""
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    fc.fully_shard(model, ignored=[model[0]])
+    for factor in (1.0, float("inf")):
+        with skippable_step(model, finite_gradients=True) as step:
+            (model(torch.tensor([1, 1, 2])).sum() * factor).backward()
+        assert step.skipped == (factor != 1.0), step.reasons
+
+
 @pytest.mark.parametrize("reason", ["discard", "loss", "gradient", "error"])
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
 def test_ranks_with_other_parts_skip_too(shape: tuple[int, int], reason: str) -> None:
