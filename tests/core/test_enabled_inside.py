@@ -155,15 +155,18 @@ def test_a_backward_from_what_the_forward_kept() -> None:
         plain = seeded(Probe)
         plain.inside = False
         model = shard(plain, **RELEASED)
+        seen: list[Tensor] = []
+        model.first.weight.register_hook(seen.append)
         for step in range(3):
             with torch.no_grad():
                 model(data(step, rank))
             for r in range(2):
                 with torch.no_grad():
                     plain(data(step, r))
-                plain.kept[0].sum().backward()
-            model.kept[0].sum().backward()
+                (plain.kept[0].sum() + plain.first.weight.square().sum()).backward()
+            (model.kept[0].sum() + model.first.weight.square().sum()).backward()
             assert_same(model, plain)
+            assert len(seen) == step + 1  # a hook gets the sum
 
     simulate_ranks(ranks)
 
