@@ -19,6 +19,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
 from fsdp_compose import apply, fully_shard, load_state_dict, refresh, undo, wrap
+from fsdp_compose.core.guards import partly_run
+from fsdp_compose.core.state import Unit
 
 from harness import simulate_ranks
 from models import (
@@ -352,3 +354,23 @@ def test_an_interrupt_as_autograd_grad_begins() -> None:
     finally:
         sys.settrace(None)
     twin.train()
+
+
+def test_an_interrupt_as_leaves_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``zero_grad`` does not reach then is an error of the next forward, and said once."""
+
+    def stop(unit: Unit) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    model = fully_shard(seeded(Tower))
+    square(model, data(0, 0)).backward()
+    monkeypatch.setattr(partly_run, "install_leaves", stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(data(1, 0))
+    with pytest.raises(RuntimeError, match="the forward before this one was interrupted"):
+        model(data(1, 0))
+    assert model.head.weight.grad is not None
+    model.zero_grad()
+    square(model, data(1, 0)).backward()
+    assert_at_rest(model)
