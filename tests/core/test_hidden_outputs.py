@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from fsdp_compose import ShardingStrategy, fully_shard
+from fsdp_compose import ShardingStrategy, fully_shard, reshard
 from fsdp_compose.core.schedule import Hold
 
 from harness import simulate_ranks
@@ -142,6 +142,8 @@ def test_what_cannot_be_looked_into_stays(kind: str) -> None:
         twin = Twin(rank, 2, lambda: Sender(kind), by_part)
         twin.train()
         twin.model(data(9, rank))
+        for unit in units(twin.model):
+            reshard(unit.modules[0]())
         assert all(Hold.KEPT in unit.holds for unit in units(twin.model) if "parts" in unit.name)
 
     with pytest.warns(UserWarning, match="returned a tuple with something in it"):
