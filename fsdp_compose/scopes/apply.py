@@ -12,7 +12,6 @@ from torch import nn
 from fsdp_compose.base.arguments import check_function, check_module
 from fsdp_compose.core.state import find_state
 from fsdp_compose.scopes.gathered import find_units, gathered
-from fsdp_compose.scopes.open_scope import Scope
 from fsdp_compose.sharded import as_first_rank, find_generator
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,10 +62,8 @@ def _draw_alike(module: nn.Module, stack: ExitStack) -> None:
 
 
 def _visit(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
-    state = find_state(module)
-    is_closed = state is not None and not isinstance(state.unit.opened, Scope)
-    scope = gathered(module, writeback=True, recurse=False) if is_closed else nullcontext()
-    with scope:
+    is_unit = find_state(module) is not None
+    with gathered(module, writeback=True, recurse=False) if is_unit else nullcontext():
         for child in module.children():
             _visit(child, fn)
         fn(module)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compose as fc
-from fsdp_compose import fully_shard, undo, wrap
+from fsdp_compose import fully_shard, gathered, undo, wrap
 from fsdp_compose.construct.names import clean_name, parameter_names, parameters_by_name, units_of
 from fsdp_compose.scopes.apply import apply
 
@@ -204,6 +204,10 @@ def test_apply_on_a_part_and_on_a_list_of_units() -> None:
         apply(model.blocks, fill)
         assert whole(model.blocks[1].down.weight).eq(2).all()
         assert not whole(model.head.weight).eq(2).any()
+        with gathered(model):  # which itself keeps no edits
+            apply(model, fill)
+            assert model.head.weight.eq(2).all()
+        assert whole(model.head.weight).eq(2).all()
         pair = Tower(2)
         fully_shard([pair.blocks[0], pair.blocks[1]])
         fully_shard(pair)
