@@ -270,7 +270,7 @@ class Int8ErrorFeedback:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.block = saved["block"]
-        self.errors = {key: error.clone() for key, error in saved["errors"].items()}
+        self.errors = dict(saved["errors"])  # nothing writes them in place
         self._made.clear()
 
     def _replace(self, key: str, error: torch.Tensor) -> None:
