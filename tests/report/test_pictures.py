@@ -162,6 +162,9 @@ def test_what_is_drawn_adds_up_to_the_plan(options: dict[str, Any]) -> None:
     assert max(drawn) == plan.memory.total
     turn = next(i for i, moment in enumerate(plan.moments) if moment.phase == "backward")
     assert max(drawn[:turn]) == plan.memory.persistent + plan.memory.forward.total
+    bars = list(map(sum, zip(*_peaks(plan, None)[1].values(), strict=True)))
+    passes = plan.memory.forward, plan.memory.backward
+    assert bars == [plan.memory.shards + peak.total for peak in passes]
 
 
 def test_units_that_are_alike_are_folded() -> None:
