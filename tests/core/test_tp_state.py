@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp_compose
 from fsdp_compose import fully_shard, undo, wrap
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import ShardedWeightError, is_sharded
 
 from harness import rank_errors, run_ranks
 from tp_models import (
@@ -210,6 +210,8 @@ def test_several_mesh_dimensions_split_a_parameter() -> None:
             fully_shard(module, mesh=mesh["dp"])
             torch.testing.assert_close(module.p.full_tensor(), values)
             torch.testing.assert_close(fsdp_compose.state_dict(module)["p"], values)
+            with pytest.raises(ShardedWeightError, match="torch.Tensor.view needs the whole"):
+                module.p.detach().view(torch.uint8)
             module.p.grad = 2 * values
             torch.testing.assert_close(fsdp_compose.grad_norm(module), (2 * values).norm())
             torch.testing.assert_close(module.p.grad.norm(), (2 * values).norm())
