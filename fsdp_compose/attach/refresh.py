@@ -302,8 +302,8 @@ def _is_named(unit: Unit, modules: Sequence[nn.Module]) -> bool:
 
 
 def _list_other_units(units: list[Unit]) -> list[Unit]:
-    engines = {id(unit.engine): unit.engine for unit in units}.values()
-    return [other for engine in engines for other in engine.units if other not in units]
+    engines, known = {id(unit.engine): unit.engine for unit in units}.values(), set(units)
+    return [other for engine in engines for other in engine.units if other not in known]
 
 
 def _give_back(unit: Unit, read: set[Entry]) -> None:
@@ -417,5 +417,4 @@ def _rename_entry(entry: Entry, item: ParameterPlan, prefixes: dict[str, str]) -
     else:
         fqn = prefixes.get("", "") + first
     entry.names, entry.slots = tuple(item.names), item.slots
-    if fqn != entry.spec.fqn:
-        rename_entry(entry, fqn, entry.spec.unit)
+    rename_entry(entry, fqn, entry.spec.unit)

@@ -100,8 +100,9 @@ def _restore_units(units: Sequence[Unit]) -> None:
                 detach_entrances(member)
                 convert_buffers(member, state.buffer_dtypes, unit.mp, back=True)
         unit.engine.units.discard(unit)
-        for other in unit.engine.units:
-            other.checks.watch = None  # a unit around this module now finds its parameters plain
+    for engine in {id(unit.engine): unit.engine for unit in units}.values():
+        for other in engine.units:  # around these modules, it finds their parameters plain now
+            other.checks.watch = None
 
 
 def _check_members(module: nn.Module) -> None:
@@ -120,8 +121,10 @@ def _check_members(module: nn.Module) -> None:
 def _check_ties(units: Sequence[Unit], module: nn.Module) -> None:
     """Raise where a parameter is tied between one of ``units`` and a unit outside ``module``."""
     inside = {id(bucket) for unit in units for bucket in unit.buckets}
-    for unit in dict.fromkeys(other for one in units for other in one.engine.units):
-        is_outside = unit not in units
+    engines = {id(unit.engine): unit.engine for unit in units}.values()
+    known = set(units)
+    for unit in (unit for engine in engines for unit in engine.units):
+        is_outside = unit not in known
         for entry in unit.borrowed:
             is_owned = entry.owner is not None and id(entry.owner()) in inside
             if is_outside == is_owned:

@@ -276,8 +276,8 @@ def unit_of(bucket: Bucket) -> Unit:
 
 def units_with(bucket: Bucket) -> list[Unit]:
     """Every unit that gathers ``bucket``."""
-    engines = here.engines.values()
-    return [u for engine in engines for u in list(engine.units) if bucket in u.gathered]
+    users = (bucket.users.unit and bucket.users.unit(), *bucket.users.borrowers)
+    return [unit for unit in users if unit is not None and bucket in unit.gathered]
 
 
 def owner_of(entry: Entry) -> Bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from fsdp_compose.base.wording import quote_names
@@ -137,20 +138,25 @@ def find_used_far_apart(survey: Survey) -> Iterator[tuple[str, list[str], dict[s
 
     Yields (unit, names used before, bytes of full gradients by name used after).
     """
+    entered = 0  # how often units were
+    own: dict[int, int] = defaultdict(int)  # how often each was
+    first: dict[int, int] = {}  # how often others had been, when it used its first parameter
+    before: dict[int, list[str]] = defaultdict(list)
+    after: dict[int, dict[str, int]] = defaultdict(dict)
+    for event in survey.events:
+        key = id(event.record)
+        if event.enters:
+            entered += 1
+            own[key] += 1
+        if event.use is not None and event.use.grad_bytes:
+            others = entered - own[key]
+            if others == first.setdefault(key, others):
+                before[key].append(event.use.name)
+            else:
+                after[key][event.use.name] = event.use.grad_bytes
     for record in survey.records:
-        before: list[str] = []
-        after: dict[str, int] = {}
-        inside = False
-        for event in survey.events:
-            if event.record is not record:
-                inside = inside or (event.enters and bool(before))
-            elif event.use is not None and event.use.grad_bytes:
-                if not inside:
-                    before.append(event.use.name)
-                else:
-                    after[event.use.name] = event.use.grad_bytes
-        if before and after:
-            yield record.name, before, after
+        if after[id(record)]:
+            yield record.name, before[id(record)], after[id(record)]
 
 
 def _note_far_apart(survey: Survey) -> Iterator[str]:

@@ -32,7 +32,7 @@ from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import give_gradient
 from fsdp_compose.core.guards.units import list_all_units
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Unit, find_state
+from fsdp_compose.core.state import Unit, find_state, units_with
 from fsdp_compose.scopes.compared_edits import EditComparison
 from fsdp_compose.scopes.module_edits import check_edits, remember_modules, restore_edited
 from fsdp_compose.scopes.open_scope import (
@@ -174,12 +174,8 @@ def find_units(module: nn.Module, recurse: bool) -> list[Unit]:
             found.setdefault(id(unit), unit)
     units = list(found.values())
     for unit in units:  # grows while it is walked
-        mine = {id(bucket) for bucket in unit.gathered}
-        tied = [
-            other
-            for other in unit.engine.units
-            if id(other) not in found and any(id(bucket) in mine for bucket in other.gathered)
-        ]
+        users = dict.fromkeys(other for b in unit.gathered for other in units_with(b))
+        tied = [other for other in users if id(other) not in found]
         for other in sorted(tied, key=lambda u: (u.name, u.entries[0].spec.fqn)):
             found[id(other)] = other
             units.append(other)

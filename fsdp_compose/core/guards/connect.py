@@ -66,7 +66,8 @@ class Connect(torch.autograd.Function):
 def owners(unit: Unit) -> list[Unit]:
     """List the unit and those whose parameters it borrows."""
     lent = {id(owner_of(entry)) for entry in unit.borrowed}
-    others = [u for u in unit.engine.units if any(id(bucket) in lent for bucket in u.buckets)]
+    known = unit.engine.units if lent else ()
+    others = [u for u in known if any(id(bucket) in lent for bucket in u.buckets)]
     return [unit, *(other for other in others if other is not unit)]
 
 

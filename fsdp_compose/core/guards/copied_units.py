@@ -48,7 +48,8 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
         if ignored is not None:
             twin.checks.left_alone[id(ignored)] = weakref.ref(ignored)
     waiting: list[Any] = memo.setdefault(id(type(unit)), [])
-    waiting.append(twin)
+    if twin.borrowed:
+        waiting.append(twin)
     for other in waiting:  # copied before the unit that it borrows from
         if any(id(entry) in copied for entry in other.borrowed):
             other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from operator import itemgetter
 from sys import getrefcount
 from threading import get_ident
 from typing import Any
@@ -79,7 +80,7 @@ def watch_inside(units: Iterable[Unit], generations: Sequence[int] = ()) -> None
         for unit in units
         if (standing := unit.links.standing) and standing.pass_id == unit.engine.pass_id
     ]
-    spans = [span for span in spans if span[0] < span[1]]
+    spans = sorted((s for s in spans if s[0] < s[1]), key=itemgetter(0), reverse=True)
     if not spans:
         return
     weights: set[int] = set()
@@ -87,12 +88,15 @@ def watch_inside(units: Iterable[Unit], generations: Sequence[int] = ()) -> None
         tensors = [v for g in generations for v in gc.get_objects(g) if type(v) is Tensor]
     else:
         tensors = find_tracked(Tensor)
-    for value, count in zip(tensors, list(map(getrefcount, tensors)), strict=True):
-        node = _node_of(value)
-        if node is None:
-            continue
-        made = made_at(node)
-        inside = [unit for start, end, unit in spans if start <= made <= end]
+    counts = list(map(getrefcount, tensors))
+    made = {i: made_at(node) for i, t in enumerate(tensors) if (node := _node_of(t)) is not None}
+    running: list[tuple[int, int, Unit]] = []
+    for index in sorted(made, key=made.__getitem__):
+        value, count = tensors[index], counts[index]
+        while spans and spans[-1][0] <= made[index]:
+            running.append(spans.pop())
+        running = [span for span in running if made[index] <= span[1]]
+        inside = [unit for _, _, unit in running]
         if not inside:
             continue
         is_seen = count - count_beside(value) > 1  # others are in a graph alone

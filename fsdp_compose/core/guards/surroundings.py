@@ -19,7 +19,6 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.base.torch_stack import calling_modules
 from fsdp_compose.base.wording import quote_names
-from fsdp_compose.core.guards.added_parameters import is_ignored
 from fsdp_compose.core.guards.scope_parameters import is_whole
 from fsdp_compose.core.state import Unit, find_state, iter_units
 from fsdp_compose.sharded import is_sharded
@@ -92,9 +91,12 @@ def check_surroundings(module: nn.Module, caller: str) -> None:
 def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
     """List the names of trainable parameters that no unit has or was told to ignore."""
     known = {(id(values), name) for unit in units for values, name, _ in unit.links.places}
+    left_alone = {
+        key for u in units for key, ref in u.checks.left_alone.items() if ref() is not None
+    }
 
     def is_averaged(one: nn.Module) -> bool:
-        return isinstance(one, DistributedDataParallel) or any(is_ignored(u, one) for u in units)
+        return isinstance(one, DistributedDataParallel) or id(one) in left_alone
 
     for path, current in () if is_averaged(module) else walk_modules(module, is_averaged):
         values = parameter_slots(current)
@@ -105,6 +107,6 @@ def _outside(module: nn.Module, units: list[Unit]) -> Iterator[str]:
                 and (id(values), name) not in known
                 and not is_sharded(value)
                 and not is_whole(value)
-                and not any(is_ignored(u, value) for u in units)
+                and id(value) not in left_alone
             ):
                 yield f"{path}.{name}" if path else name
