@@ -210,7 +210,7 @@ def test_several_mesh_dimensions_split_a_parameter() -> None:
             fully_shard(module, mesh=mesh["dp"])
             torch.testing.assert_close(module.p.full_tensor(), values)
             torch.testing.assert_close(fsdp_compose.state_dict(module)["p"], values)
-            with pytest.raises(ShardedWeightError, match="torch.Tensor.view needs the whole"):
+            with pytest.raises(ShardedWeightError, match="needs the whole"):
                 module.p.detach().view(torch.uint8)
             module.p.grad = 2 * values
             torch.testing.assert_close(fsdp_compose.grad_norm(module), (2 * values).norm())
