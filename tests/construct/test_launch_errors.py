@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,10 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.cli.launch import PORTS, free_port
 
-from harness import run_ranks, single_process
+from harness import RankFailure, run_ranks, single_process
 from models import Tower, by_block, data, seeded, square, units
+from scripts import run_script
 
-ROOT = Path(__file__).parents[2]
 LINE = r"torch\.distributed\.init_process_group\(\)"
 
 
@@ -77,19 +75,15 @@ def test_a_group_that_came_too_late() -> None:
     run_ranks(ranks, 2, free_port(), init=False)
 
 
-def test_a_launched_script_ends_with_the_error(tmp_path: Path) -> None:
+def test_a_launched_script_raises_the_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, fsdp_compose as fc\n"
         "fc.fully_shard(torch.nn.Linear(2, 2))\nprint('trained')\n",
         "utf-8",
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", str(script)],
-        check=False, capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "init_process_group" in done.stderr and "trained" not in done.stdout
+    with pytest.raises(RankFailure, match=rf"(?s)2 of 2 ranks failed.*{LINE}"):
+        run_script(script)
 
 
 def test_the_port_is_none_of_outgoing_connections() -> None:
