@@ -130,7 +130,7 @@ def test_streamed_weights_give_the_same_loss(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_streaming_stops_at_ctrl_c(tmp_path: Path) -> None:
-    args = command("stream_weights", "--steps", 10**6, "--every", 1)
+    args = command("stream_weights", "--steps", 10**6, "--every", 1, "--nproc", 1)
     with (
         (tmp_path / "log").open("w+") as log,
         subprocess.Popen(args, cwd=ROOT, stdout=log, stderr=log, start_new_session=True) as process,
