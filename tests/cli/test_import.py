@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import fsdp_compose
 
 ROOT = Path(__file__).parents[2]
@@ -104,13 +102,42 @@ assert model() is None and weight() is None
 """
 
 
-@pytest.mark.parametrize("body", ["LIGHT", "COMMANDS", "FILES_FIRST", "THREADS", "FREED"])
-def test_in_a_new_process(body: str) -> None:
-    """Each in an interpreter of its own, since this one has imported everything."""
-    command = [sys.executable, "-W", "error", "-W", "ignore::FutureWarning", "-c", globals()[body]]
+FORKS = """
+import os, sys, traceback, warnings
+
+def fork(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as in harness.py
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            exec(bodies[name], {})
+            code = 0
+        except BaseException:
+            print(name, traceback.format_exc(), file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+    failed[name] = os.waitpid(child, 0)[1]
+
+bodies, failed = eval(sys.stdin.read()), {}
+fork("COMMANDS")
+fork("LIGHT")
+import torch
+for name in "FILES_FIRST", "THREADS", "FREED":
+    fork(name)
+assert not any(failed.values()), failed
+"""
+
+
+def test_in_a_new_process() -> None:
+    """In forks of a new interpreter, since this one has imported everything."""
+    bodies = {name: globals()[name] for name in "LIGHT COMMANDS FILES_FIRST THREADS FREED".split()}
+    command = [sys.executable, "-W", "error", "-W", "ignore::FutureWarning", "-c", FORKS]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=200, cwd=ROOT
-    )
+        command, check=False, capture_output=True, text=True, timeout=200, cwd=ROOT,
+        input=repr(bodies),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
