@@ -353,7 +353,7 @@ def _meet(group: Group) -> Segments | None:
 
 def _name_host() -> tuple[str, ...]:
     """What processes have in common that see the same memory, process numbers and network."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     return boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
 
 
