@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import warnings
@@ -18,6 +19,9 @@ TESTS = Path(__file__).parent
 NOTICED = re.compile(r"AssertionError|DID NOT RAISE|RuntimeError|ShardedWeightError|SIGSEGV")
 OWN_FAULT = re.compile(r"\b(Attribute|Import|Key|Name|Type|UnboundLocal)Error\b")
 """Of a break that fits the package no more."""
+
+run_once = functools.cache(run_ranks)
+"""A check of the whole package: once, also where several breaks must fail it."""
 
 Break = Callable[[], object]
 

@@ -32,6 +32,12 @@ Call = Callable[[Tensor], Any]
 Loss = Callable[[nn.Module, Call, Tensor], Tensor]
 
 
+def import_compiler() -> None:
+    """What the compiler imports on first use, once instead of in every rank."""
+    torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.ones(1, requires_grad=True))
+    torch._dynamo.reset()
+
+
 class Line(nn.Module):
     """Units without a loop between them, and operations of the root's own."""
 

@@ -40,7 +40,7 @@ from fsdp_compose.sharded import ShardedWeightError, torchstate
 from fsdp_compose.sharded.ops import MEMORY
 from fsdp_compose.sharded.tensor import HANDLERS
 
-from breaking import replace
+from breaking import replace, run_once
 from harness import RankFailure, run_ranks
 from laws import (
     GATHERS,
@@ -583,7 +583,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_noticed(name: str) -> None:
     mutate, check, world = MUTATIONS[name]
-    run_ranks(check, world)
+    run_once(check, world)
 
     def broken(rank: int) -> None:
         mutate()

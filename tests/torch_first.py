@@ -8,11 +8,13 @@ from __future__ import annotations
 import warnings
 
 import torch._dynamo
+import torch._subclasses.schema_check_mode
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.profiler
 import torch.utils.checkpoint
+import torch.utils.serialization.config
 
 with warnings.catch_warnings():  # torch imports it in the first dual level, with a warning
     warnings.simplefilter("ignore")

@@ -30,6 +30,7 @@ from compiling import (
     Line,
     Trial,
     blocks,
+    import_compiler,
     shard_then_compile,
 )
 from harness import TORCH, run_ranks
@@ -69,9 +70,7 @@ class CheckpointInside(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    """What the compiler imports on first use, once instead of in every rank."""
-    torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.ones(1, requires_grad=True))
-    torch._dynamo.reset()
+    import_compiler()
 
 
 def wrap_blocks(model: nn.Module, backend: Any) -> None:

@@ -23,6 +23,7 @@ from compiling import (
     Checkpointed,
     Line,
     Trial,
+    import_compiler,
 )
 from harness import rank_errors, run_ranks
 from models import (
@@ -109,9 +110,7 @@ def by_halves(model: nn.Module) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    """What the compiler imports on first use, once instead of in every rank."""
-    torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.ones(1, requires_grad=True))
-    torch._dynamo.reset()
+    import_compiler()
 
 
 def traceable(
