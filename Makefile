@@ -18,21 +18,30 @@ RECIPES := $(VENV)/recipes
 DOCS := $(VENV)/.docs
 EMPTY := build/empty
 
-.PHONY: demo test test-models lint docs bench conformance faults fuzz mutants wheel clean
+.PHONY: demo test test-models test-libraries test-recipes test-torchtitan lint docs bench conformance faults fuzz mutants wheel clean
 
 demo: $(READY)
 	$(BIN)/python -m fsdp_compose demo
 
+# What comes after the suite leaves a core idle, each by itself; what they need is installed before.
+SIDE_BY_SIDE := -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m "not cuda and not models and not torchtitan"
-	$(MAKE) test-models
-	$(MAKE) docs
+	$(MAKE) $(MODELS) $(DOCS)
+	$(MAKE) $(SIDE_BY_SIDE) test-models docs
 
-test-models: $(MODELS)
+test-models: test-libraries test-recipes test-torchtitan
+
+test-libraries: $(MODELS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models tests/libraries \
 	  --ignore=tests/libraries/test_recipes.py
+
+test-recipes: $(MODELS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(RECIPES) $(BIN)/python -m pytest -m models \
 	  tests/libraries/test_recipes.py
+
+test-torchtitan: $(MODELS)
 	if PYTHONPATH=$(TITAN):tests $(BIN)/python -c "import titan_models" 2>/dev/null; \
 	then OMP_NUM_THREADS=1 PYTHONPATH=$(TITAN) $(BIN)/python -m pytest -m torchtitan tests/libraries; \
 	else echo "torchtitan cannot be imported here: its tests are left out"; fi
