@@ -5,6 +5,7 @@ A process that forks others imports it first, or each of them pays for it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import torch._dynamo
@@ -19,3 +20,9 @@ import torch.utils.serialization.config
 with warnings.catch_warnings():  # torch imports it in the first dual level, with a warning
     warnings.simplefilter("ignore")
     import torch._decomp.decompositions_for_jvp  # noqa: F401
+
+# Torch traces what it compiles for whoever listens to this logger, and pytest listens to each that
+# passes nothing on.
+traces = logging.getLogger("torch.__trace")
+traces.handlers.clear()
+traces.propagate = True
