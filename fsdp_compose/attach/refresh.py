@@ -49,7 +49,7 @@ from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.static_buffers import choose_buffers_again
-from fsdp_compose.core.guards.units import get_state, require_units
+from fsdp_compose.core.guards.units import get_state, modules_of, require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, owner_of
@@ -154,7 +154,7 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
         metas = _compare(units, plans, problem, module)
     finally:
         del problem  # as in ``compare_plans``
-    for engine in {id(unit.engine): unit.engine for unit in units}.values():
+    for engine in dict.fromkeys(unit.engine for unit in units):
         begin_forward_pass(engine)
         drain(engine)
     for unit in units:
@@ -255,7 +255,7 @@ def _find_change(
     unit: Unit, init: Init | None, promised: set[int], beside: Sequence[Group]
 ) -> _Change:
     options: Options = unit.options if init is None else replace(unit.options, init=init)
-    modules = [module for ref in unit.modules if (module := ref()) is not None]
+    modules = modules_of(unit)
     plan = UnitPlan(unit.name, modules, options, _is_named(unit, modules))
     known_ids = unit.checks.left_alone.items()
     left_alone = frozenset(key for key, ref in known_ids if ref() is not None)  # else another's id
@@ -302,7 +302,7 @@ def _is_named(unit: Unit, modules: Sequence[nn.Module]) -> bool:
 
 
 def _list_other_units(units: list[Unit]) -> list[Unit]:
-    engines, known = {id(unit.engine): unit.engine for unit in units}.values(), set(units)
+    engines, known = dict.fromkeys(unit.engine for unit in units), set(units)
     return [other for engine in engines for other in engine.units if other not in known]
 
 

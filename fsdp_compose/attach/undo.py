@@ -23,7 +23,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import refuse_replaced
 from fsdp_compose.core.guards.scope_parameters import hide_all
-from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.units import modules_of, require_units
 from fsdp_compose.core.passes import begin_forward_pass
 from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, find_state
@@ -64,7 +64,7 @@ def undo(module: M) -> M:
                 f"undo: unit {unit.name!r} is inside a scope of gathered, which would close none "
                 "of its units afterwards; leave the scope first."
             )
-    for engine in {id(unit.engine): unit.engine for unit in units}.values():
+    for engine in dict.fromkeys(unit.engine for unit in units):
         begin_forward_pass(engine)  # clears what a failed step left
         drain(engine)
         # An undone unit may live on, on some ranks only: until garbage of theirs is collected.
@@ -93,12 +93,10 @@ def _restore_units(units: Sequence[Unit]) -> None:
     for unit in units:
         for bucket in unit.buckets:
             restore_parameters(bucket)
-        for ref in unit.modules:
-            member = ref()
-            if member is not None:
-                state = member.__dict__.pop(STATE_KEY)
-                detach_entrances(member)
-                convert_buffers(member, state.buffer_dtypes, unit.mp, back=True)
+        for member in modules_of(unit):
+            state = member.__dict__.pop(STATE_KEY)
+            detach_entrances(member)
+            convert_buffers(member, state.buffer_dtypes, unit.mp, back=True)
         unit.engine.units.discard(unit)
     for engine in {id(unit.engine): unit.engine for unit in units}.values():
         for other in engine.units:  # around these modules, it finds their parameters plain now

@@ -17,6 +17,7 @@ from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.construct.deterministic import check_weights, refuse_tensor_parallel
 from fsdp_compose.construct.plans import BucketPlan, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
+from fsdp_compose.core.guards.units import modules_of
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import spread_work
 from fsdp_compose.layout.planner import plan_layout, run_layout
@@ -128,7 +129,7 @@ def _check_nesting(plan: UnitPlan, item: ParameterPlan) -> None:
     entry = find_entry(item.param)
     bucket = owner_of(entry)
     unit = bucket.users.unit and bucket.users.unit()
-    tops = [top for ref in unit.modules if (top := ref()) is not None] if unit else []
+    tops = modules_of(unit) if unit else []
     outer = {id(module) for top in tops for module in top.modules()}
     if unit and any(id(module) in outer for module in plan.modules):
         raise ValueError(

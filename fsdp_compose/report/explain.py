@@ -140,7 +140,7 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         wanted = "a torch.optim.Optimizer or None"
         check_kind("explain", "optimizer", optimizer, torch.optim.Optimizer, wanted)
     survey = survey_units(module, units)
-    engines = list({id(unit.engine): unit.engine for unit in units}.values())
+    engines = dict.fromkeys(unit.engine for unit in units)
     return Explanation(
         module=type(module).__name__,
         units=tuple(_state_of(unit) for unit in units),

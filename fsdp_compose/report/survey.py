@@ -20,6 +20,7 @@ from fsdp_compose.buckets.bucket import Entry, Slot
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.names import is_wrapped, walk_named
 from fsdp_compose.construct.plans import UnitPlan
+from fsdp_compose.core.guards.units import modules_of
 from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.core.state import Unit, owner_of
 from fsdp_compose.report.buckets import PlannedBucket, describe_bucket, describe_plan
@@ -174,7 +175,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             reads.append(Read(use, slots, names or (entry.spec.fqn,), lender, use.name))
         records[id(unit)] = Record(
             unit.name,
-            [m for ref in unit.modules if (m := ref()) is not None],
+            modules_of(unit),
             [index[id(bucket)] for bucket in held],
             reads,
             keep=unit.switches.keep_after_forward,

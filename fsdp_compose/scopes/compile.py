@@ -53,7 +53,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.recurrent_weights import find_recurrent
 from fsdp_compose.core.guards.replaced_parameters import refuse_replaced
 from fsdp_compose.core.guards.trained_entries import trained_entries
-from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.units import modules_of, require_units
 from fsdp_compose.core.guards.weight_versions import check_versions
 from fsdp_compose.core.hooks import after_forward, before_forward
 from fsdp_compose.core.records import Traced
@@ -102,10 +102,9 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
     torch.compiler.allow_in_graph(_show)
     for unit in units:
         unit.traced = _record_unit(unit) if value else None
-        for ref in unit.modules:
-            if (member := ref()) is not None:
-                old, new = (_PLAIN, _TRACED) if value else (_TRACED, _PLAIN)
-                replace_forward_hooks(member, dict(zip(old, new, strict=True)))
+        for member in modules_of(unit):
+            old, new = (_PLAIN, _TRACED) if value else (_TRACED, _PLAIN)
+            replace_forward_hooks(member, dict(zip(old, new, strict=True)))
 
 
 def _require_traceable(unit: Unit) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.order import Order, Ref
-from fsdp_compose.core.guards.units import list_nested, require_units
+from fsdp_compose.core.guards.units import list_nested, modules_of, require_units
 from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.state import Unit, find_state, iter_units
 
@@ -93,10 +93,8 @@ def _join_module(
 def _join_unit(visits: deque[Unit], x: torch.Tensor | None) -> torch.Tensor | None:
     """The next of ``visits``, with those of the following that are inside it."""
     unit = visits.popleft()
-    for ref in unit.modules:
-        module = ref()
-        if module is not None:
-            x = _join_module(module, x, visits)
+    for module in modules_of(unit):
+        x = _join_module(module, x, visits)
     return x
 
 

@@ -17,7 +17,7 @@ from fsdp_compose.base.arguments import check_flag, check_kind, check_number, de
 from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.microbatches import refuse_postponing
-from fsdp_compose.core.guards.units import require_units
+from fsdp_compose.core.guards.units import modules_of, require_units
 from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.scopes.unshard import reduce_units
 
@@ -152,8 +152,8 @@ def set_unshard_in_backward(module: nn.Module, value: bool | None, recurse: bool
                 "the modules separately."
             )
     for unit in units:
-        modules = [found for ref in unit.modules if (found := ref()) is not None]
-        unit.switches.unshard_in_backward = default_of(modules) if value is None else value
+        chosen = default_of(modules_of(unit)) if value is None else value
+        unit.switches.unshard_in_backward = chosen
         unit.expected.is_read = True  # until the next forward
 
 

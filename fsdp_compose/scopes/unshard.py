@@ -357,9 +357,7 @@ def reduce_grads(module: nn.Module) -> None:
 def reduce_units(units: list[Unit]) -> None:
     """As ``reduce_grads``, of these units."""
     clear_failed_steps(units)
-    engines: dict[int, Engine] = {}
     for unit in units:
-        engines[id(unit.engine)] = unit.engine
         drain(unit.engine)
         switches = unit.switches
         found = switches.all_reduce, switches.last_backward
@@ -373,7 +371,7 @@ def reduce_units(units: list[Unit]) -> None:
             raise
         finally:
             switches.all_reduce, switches.last_backward = found
-    for engine in engines.values():
+    for engine in dict.fromkeys(unit.engine for unit in units):
         land(engine)
         guessing = [log for log in engine.logs.values() if log.guesses]
         for log in sorted(guessing, key=lambda log: log.place):  # in the same order on every rank

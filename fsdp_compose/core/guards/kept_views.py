@@ -42,6 +42,7 @@ from fsdp_compose.core.guards.kept_tensors import (
     watch_forwards,
     watch_inside,
 )
+from fsdp_compose.core.guards.units import modules_of
 from fsdp_compose.core.state import Engine, Unit, unit_of
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, part_of
 
@@ -95,7 +96,7 @@ _HARMLESS = ABOUT_SHAPES | {Tensor.storage_offset, Tensor.stride, Tensor.untyped
 def guard_attributes(unit: Unit) -> None:
     """Guard what the unit's modules keep of its gathered weights, as attributes or in lists."""
     found = _storages([unit])
-    modules = [module for ref in unit.modules if (module := ref()) is not None] if found else []
+    modules = modules_of(unit) if found else []
     for submodule in chain.from_iterable(module.modules() for module in modules):
         for holder in _list_holders(submodule):
             items = holder.items() if isinstance(holder, dict) else enumerate(holder)

@@ -47,10 +47,15 @@ def list_all_units() -> list[Unit]:
     return [unit for engine in here.engines.values() for unit in engine.units]
 
 
+def modules_of(unit: Unit) -> list[nn.Module]:
+    """The unit's modules, without those that nobody has any more."""
+    return [module for ref in unit.modules if (module := ref()) is not None]
+
+
 def list_nested(unit: Unit) -> list[Unit]:
     """The unit and those nested in it, in the order its modules register them."""
-    modules = [module for ref in unit.modules if (module := ref()) is not None]
-    return list(dict.fromkeys(inner for module in modules for inner in iter_units(module)))
+    nested = (inner for module in modules_of(unit) for inner in iter_units(module))
+    return list(dict.fromkeys(nested))
 
 
 def units_holding(module: nn.Module) -> list[Unit]:
