@@ -93,19 +93,26 @@ def check_process_group(where: str, group: object) -> None:
         check_kind(where, "process_group", group, dist.ProcessGroup, wanted)
 
 
-def check_flag(where: str, name: str, value: object) -> None:
-    """Raise unless ``value`` is a boolean.
+def check_flags(where: str, **flags: object) -> None:
+    """Raise unless each of ``flags`` is a boolean.
+
+    Raises:
+        TypeError: one is something else.
+    """
+    for name, value in flags.items():
+        check_kind(where, name, value, bool, "True or False")
+
+
+def check_int(where: str, name: str, value: Any, least: int, wanted: str) -> None:
+    """Raise unless ``value`` is an int, ``least`` or larger; True and False are none.
 
     Raises:
         TypeError: it is something else.
+        ValueError: it is less.
     """
-    check_kind(where, name, value, bool, "True or False")
-
-
-def check_flags(owner: object, *names: str) -> None:
-    """Raise unless the fields ``names`` of a dataclass are booleans."""
-    for name in names:
-        check_flag(type(owner).__name__, name, getattr(owner, name))
+    check_kind(where, name, value, int, wanted)
+    if value < least:
+        raise ValueError(f"{where}: {name} is {value}; wanted {wanted}.")
 
 
 def is_number(value: object) -> bool:

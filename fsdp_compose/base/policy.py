@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flags, check_function
+from fsdp_compose.base.arguments import check_flags, check_function, check_int, check_kind
 from fsdp_compose.base.codec import GatherCodec
 from fsdp_compose.layout.shards import Granularity
 
@@ -202,7 +202,11 @@ class MixedPrecision:
                 "of modules, such as (nn.BatchNorm2d,)."
             )
         object.__setattr__(self, "full_precision_classes", kinds)
-        check_flags(self, "keep_low_precision_grads", "full_precision_in_eval")
+        check_flags(
+            "MixedPrecision",
+            keep_low_precision_grads=self.keep_low_precision_grads,
+            full_precision_in_eval=self.full_precision_in_eval,
+        )
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -220,12 +224,9 @@ class MixedPrecision:
                 "wanted a torch.dtype of 16 bits or more, such as torch.bfloat16. To send fewer, "
                 "register_comm_hook(module, Int8ErrorFeedback(), int8_error_feedback_hook)."
             )
-        codec: Any = self.gather_codec
-        if codec is not None and not isinstance(codec, GatherCodec):
-            raise TypeError(
-                f"MixedPrecision: gather_codec is {codec!r}; wanted GatherCodec(encode, decode) or "
-                "None."
-            )
+        if self.gather_codec is not None:
+            wanted = "GatherCodec(encode, decode) or None"
+            check_kind("MixedPrecision", "gather_codec", self.gather_codec, GatherCodec, wanted)
         found: Any = self.cast_forward_inputs
         if not isinstance(found, bool) and found != "root":
             raise ValueError(
@@ -353,17 +354,8 @@ class Prefetch:
     rule: PrefetchRule | None = field(default=None, repr=False)  # ranks compare the others by repr
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            depth: Any = getattr(self, name)
-            if isinstance(depth, bool) or not isinstance(depth, int):
-                raise TypeError(
-                    f"Prefetch: {name} is {depth!r}; wanted how many units are gathered ahead, an "
-                    "int >= 0."
-                )
-        if self.forward < 0 or self.backward < 0:
-            raise ValueError(
-                f"Prefetch: forward={self.forward}, backward={self.backward}; wanted depths >= 0."
-            )
+        for name, depth in (("forward", self.forward), ("backward", self.backward)):
+            check_int("Prefetch", name, depth, 0, "how many units are gathered ahead, an int >= 0")
         if self.backward_moment not in ("pre", "post", None):
             raise ValueError(
                 f"Prefetch: backward_moment is {self.backward_moment!r}; wanted 'pre', 'post' or "
@@ -414,7 +406,7 @@ class Offload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        check_flags(self, "params", "grads", "optimizer", "pin_memory")
+        check_flags("Offload", **vars(self))
 
     @cached_property
     def shards(self) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.base.arguments import check_flag
+from fsdp_compose.base.arguments import check_flags
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
 from fsdp_compose.checkpoint.contents import (
@@ -115,8 +115,7 @@ def save_checkpoint(
         >>> save_checkpoint("latest", model, optim, {"step": 7}).done()
         True
     """
-    check_flag("save_checkpoint", "asynchronous", asynchronous)
-    check_flag("save_checkpoint", "checksum", checksum)
+    check_flags("save_checkpoint", asynchronous=asynchronous, checksum=checksum)
     with begin_checkpoint_call("save_checkpoint", path, module, process_group, timeout) as group:
         return _save(Path(path).absolute(), module, optim, extra, group, asynchronous, checksum)
 
@@ -279,8 +278,7 @@ def load_checkpoint(
         >>> load_checkpoint("latest", model, optim)
         {'step': 7}
     """
-    check_flag("load_checkpoint", "strict", strict)
-    check_flag("load_checkpoint", "verify_files", verify_files)
+    check_flags("load_checkpoint", strict=strict, verify_files=verify_files)
     with begin_checkpoint_call("load_checkpoint", path, module, process_group, timeout) as group:
         return _load(Path(path), module, optim, strict, verify_files, group)
 

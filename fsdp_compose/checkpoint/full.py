@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compose.base.arguments import check_flag, check_kind, check_positive
+from fsdp_compose.base.arguments import check_flags, check_kind, check_positive
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.contents import (
     Contents,
@@ -313,8 +313,7 @@ def load_full(
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     _check_format("load_full", format)
-    check_flag("load_full", "strict", strict)
-    check_flag("load_full", "verify_files", verify_files)
+    check_flags("load_full", strict=strict, verify_files=verify_files)
     with begin_checkpoint_call("load_full", path, module, process_group, timeout) as group:
         return _load(Path(path), module, format, strict, verify_files, group)
 

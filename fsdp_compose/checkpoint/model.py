@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compose.base.arguments import check_flag, check_flags, check_module
+from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
@@ -81,7 +81,7 @@ class StateDictType:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"state dict kind is {self.kind!r}; wanted one of {get_args(Kind)}.")
-        check_flags(self, "cpu_offload", "rank0_only")
+        check_flags("StateDictType", cpu_offload=self.cpu_offload, rank0_only=self.rank0_only)
         if self.kind != "full" and (self.cpu_offload or self.rank0_only):
             raise ValueError(
                 f"cpu_offload and rank0_only go with kind='full', not with {self.kind!r}."
@@ -234,8 +234,7 @@ def load_state_dict(
         IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     check_module("load_state_dict", module)
-    check_flag("load_state_dict", "strict", strict)
-    check_flag("load_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
+    check_flags("load_state_dict", strict=strict, broadcast_from_rank0=broadcast_from_rank0)
     require_released("load_state_dict", module)
     contents = contents_to_load(module)
     groups = meet_in("load_state_dict", module)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_function, describe_value
+from fsdp_compose.base.arguments import check_function, check_int, check_kind, describe_value
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.launched import require_group
 from fsdp_compose.base.modules import walk_modules
@@ -26,7 +26,7 @@ from fsdp_compose.base.policy import (
 from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.construct.choose_buckets import plan_buckets
-from fsdp_compose.construct.deterministic import check_alike, check_deterministic
+from fsdp_compose.construct.deterministic import check_alike
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
@@ -66,11 +66,9 @@ def plan_shards(
         _require_forward(module)
     _check_list(modules)
     _check_options(options, "fully_shard")
-    if units is not None and not isinstance(units, Policy):
-        raise TypeError(
-            f"fully_shard: units is {describe_value(units)}; wanted a policy of fsdp_compose.wrap, "
-            "such as wrap.by_class({Block}) or wrap.by_fn(lambda fqn, module: ...)."
-        )
+    if units is not None:
+        such = "such as wrap.by_class({Block}) or wrap.by_fn(lambda fqn, module: ...)"
+        check_kind("fully_shard", "units", units, Policy, f"a policy of fsdp_compose.wrap, {such}")
     if units is not None and len(modules) != 1:
         raise ValueError("fully_shard: units goes with one module, not with a sequence of them.")
     plans = [] if units is None else _plan_units(modules[0], options, units, ignored)
@@ -129,9 +127,7 @@ def _check_options(options: Options, where: str) -> None:
         ("prefetch", options.prefetch, Prefetch, "Prefetch(forward=1, backward=1)"),
         ("offload_policy", options.offload_policy, Offload, "Offload(params=True)"),
     ):
-        if not isinstance(value, kind):
-            found = describe_value(value)
-            raise TypeError(f"{where}: {name} is {found}; wanted such as fsdp_compose.{such}.")
+        check_kind(where, name, value, kind, f"such as fsdp_compose.{such}")
     if not isinstance(options.mp_policy, MixedPrecision):
         if not callable(options.mp_policy):
             raise TypeError(
@@ -140,33 +136,22 @@ def _check_options(options: Options, where: str) -> None:
                 "returns one or None, or a dict of them by pattern of names."
             )
         check_function(where, "mp_policy", options.mp_policy, "(fqn, parameter)")
-    if options.transport is not None and not isinstance(options.transport, Transport):
-        raise TypeError(
-            f"{where}: transport is {options.transport!r}; wanted a Transport of "
-            "fsdp_compose.base.group, or None."
-        )
+    if options.transport is not None:
+        wanted = "a Transport of fsdp_compose.base.group, or None"
+        check_kind(where, "transport", options.transport, Transport, wanted)
     check_function(where, "layout", options.layout, "(extents, itemsize, world_size)")
     if callable(options.granularity):
         check_function(where, "granularity", options.granularity, "(fqn, parameter)")
-    check_deterministic(options.deterministic, where)
-    _check_static_buffers(options.static_buffers, where)
+    if options.deterministic is not None:
+        wanted = "how many microbatches a step has on all ranks together, 1 or more, or None"
+        check_int(where, "deterministic", options.deterministic, 1, wanted)
+    if not isinstance(options.static_buffers, bool):
+        wanted = "True, False, or in how many buffers units are gathered in turn, 2 or more"
+        check_int(where, "static_buffers", options.static_buffers, 2, wanted)
     if options.init not in INITS:
         raise ValueError(f"{where}: init is {options.init!r}; wanted one of {INITS}.")
     if options.param_init_fn is not None:
         check_function(where, "param_init_fn", options.param_init_fn, "(module)")
-
-
-def _check_static_buffers(found: Any, where: str) -> None:
-    if not isinstance(found, bool | int):
-        raise TypeError(
-            f"{where}: static_buffers is {found!r}; wanted True, False, or in how many buffers "
-            "units are gathered in turn."
-        )
-    if not isinstance(found, bool) and found < 2:
-        raise ValueError(
-            f"{where}: static_buffers is {found}; wanted 2 or more, so that one unit is gathered "
-            "while another computes, or False."
-        )
 
 
 def _check_patterns(plans: Sequence[UnitPlan]) -> None:

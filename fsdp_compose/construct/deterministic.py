@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,27 +10,6 @@ from torch import nn
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.construct.plans import ParameterPlan, UnitPlan
 from fsdp_compose.core.state import iter_units
-
-
-def check_deterministic(found: Any, where: str) -> None:
-    """Raise unless ``found`` is what ``deterministic=`` takes.
-
-    Raises:
-        TypeError: it is no int, or None.
-        ValueError: it is less than 1.
-    """
-    if found is None:
-        return
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise TypeError(
-            f"{where}: deterministic is {found!r}; wanted how many microbatches a step has on all "
-            "ranks together, an int, or None."
-        )
-    if found < 1:
-        raise ValueError(
-            f"{where}: deterministic={found}; wanted how many microbatches a step has on all "
-            "ranks together, 1 or more."
-        )
 
 
 def check_weights(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.torch_private import child_slots, parameter_slots
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.state import find_state, iter_units
@@ -130,7 +130,7 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         >>> [type(module).__name__ for module in units_of(model)]
         ['Sequential', 'Linear']
     """
-    check_flag("units_of", "root_only", root_only)
+    check_flags("units_of", root_only=root_only)
     check_module("units_of", module)
     found: list[nn.Module] = []
     seen: set[int] = set()

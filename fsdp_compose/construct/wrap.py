@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_function
+from fsdp_compose.base.arguments import check_function, check_kind, check_not_negative
 from fsdp_compose.base.policy import name_pattern
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.construct.plans import list_ignored
@@ -19,6 +19,8 @@ UnitOptions = dict[str, Any]
 Decision = bool | UnitOptions
 Decide = Callable[[str, nn.Module, int], Decision]
 Classes = type[nn.Module] | Iterable[type[nn.Module]]
+
+_NUMEL = "a number of parameter elements, such as 1e6"
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def by_size(
         >>> [is_fully_sharded(module) for module in model]
         [False, True]
     """
-    _check_numel(min_numel, "by_size")
+    check_not_negative("by_size", "min_numel", min_numel, _NUMEL)
     excluded = _check_classes(exclude, "by_size")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
@@ -231,10 +233,10 @@ def by_execution_order(
         >>> [is_fully_sharded(module) for module in fully_shard(model, units=policy)]
         [True, False, True]
     """
-    _check_numel(min_numel, "by_execution_order")
-    found: Any = config
-    if found is not None and not isinstance(found, TracingConfig):
-        raise TypeError(f"by_execution_order: config is {found!r}; wanted TracingConfig(...).")
+    check_not_negative("by_execution_order", "min_numel", min_numel, _NUMEL)
+    if config is not None:
+        wanted = "TracingConfig(...) or None"
+        check_kind("by_execution_order", "config", config, TracingConfig, wanted)
 
     def start(root: nn.Module) -> Decide:
         order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
@@ -260,14 +262,6 @@ def _read_options(options: UnitOptions, where: str) -> UnitOptions:
     if "ignored" not in options:
         return options
     return {**options, "ignored": list_ignored(options["ignored"], where)}
-
-
-def _check_numel(value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        kind = ValueError if isinstance(value, int | float) else TypeError
-        raise kind(
-            f"{where}: min_numel is {value!r}; wanted a number of parameter elements, such as 1e6."
-        )
 
 
 def _check_classes(classes: Any, where: str) -> tuple[type[nn.Module], ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compose.base.arguments import check_flag, check_not_negative, check_number
+from fsdp_compose.base.arguments import check_flags, check_not_negative, check_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.mesh import Ranks, check_ranks
 from fsdp_compose.base.torch_private import raw
@@ -120,7 +120,7 @@ def clip_grad_norm_(
         >>> round(float(norm), 3), round(float(grad_norm(model)), 3)
         (2.449, 1.0)
     """
-    check_flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
+    check_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     _check_arguments("clip_grad_norm_", norm_type, expert_mesh, pipeline_mesh)
     params = list_parameters(module_or_params, "clip_grad_norm_")
     grads = collect_gradients(params, "clip_grad_norm_", joins=norm_type > 0)

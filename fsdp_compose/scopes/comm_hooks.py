@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compose.base.arguments import check_function, check_kind, describe_value
+from fsdp_compose.base.arguments import check_function, check_int, check_kind, describe_value
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
@@ -261,9 +261,7 @@ class Int8ErrorFeedback:
 
     def __post_init__(self) -> None:
         wanted = "a number of elements, an int >= 1"
-        check_kind("Int8ErrorFeedback", "block", self.block, int, wanted)
-        if self.block < 1:
-            raise ValueError(f"Int8ErrorFeedback: block is {self.block}; wanted {wanted}.")
+        check_int("Int8ErrorFeedback", "block", self.block, 1, wanted)
 
     def state_dict(self) -> dict[str, Any]:
         return {"block": self.block, "errors": dict(self.errors)}

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose.base.arguments import check_flag
+from fsdp_compose.base.arguments import check_flags
 from fsdp_compose.base.torch_private import (
     remove_forward_hooks,
     replace_forward_hooks,
@@ -95,7 +95,7 @@ def set_traceable(module: nn.Module, value: bool = True, recurse: bool = True) -
         >>> compiled(torch.ones(1, 2)).shape
         torch.Size([1, 2])
     """
-    check_flag("set_traceable", "value", value)
+    check_flags("set_traceable", value=value)
     units = require_units(module, "set_traceable", recurse)
     for unit in units if value else ():
         _require_traceable(unit)

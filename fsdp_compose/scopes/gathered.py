@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.exchange import check_exchangeable
 from fsdp_compose.base.modules import walk_modules
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
@@ -110,14 +110,14 @@ def gathered(
         7.0
     """
     check_module("gathered", module)
-    for name, flag in (
-        ("writeback", writeback),
-        ("with_grads", with_grads),
-        ("rank0_only", rank0_only),
-        ("offload_to_cpu", offload_to_cpu),
-        ("recurse", recurse),
-    ):
-        check_flag("gathered", name, flag)
+    check_flags(
+        "gathered",
+        writeback=writeback,
+        with_grads=with_grads,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        recurse=recurse,
+    )
     if writeback and with_grads and rank0_only:
         raise ValueError(
             "gathered: with_grads and rank0_only do not go with writeback; write gradients "

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_kind, describe_value, is_number
+from fsdp_compose.base.arguments import check_flags, check_kind, describe_value, is_number
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Ranks, check_ranks, group_of, group_over
@@ -173,7 +173,7 @@ def skippable_step(
         >>> step.skipped, step.reasons
         (True, {0: 'ValueError: a bad batch'})
     """
-    check_flag("skippable_step", "finite_gradients", finite_gradients)
+    check_flags("skippable_step", finite_gradients=finite_gradients)
     _check_errors(errors)
     whose = "the stages' ranks, such as mesh['pp']"
     check_ranks("skippable_step", "pipeline_mesh", pipeline_mesh, whose)

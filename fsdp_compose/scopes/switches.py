@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_kind, check_number, describe_value
+from fsdp_compose.base.arguments import check_flags, check_kind, check_number, describe_value
 from fsdp_compose.buckets.gradients import discard_waiting
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.microbatches import refuse_postponing
@@ -45,7 +45,7 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
         >>> model.bias.grad.full_tensor()
         tensor([2., 2.])
     """
-    check_flag("set_requires_gradient_sync", "value", value)
+    check_flags("set_requires_gradient_sync", value=value)
     units = require_units(module, "set_requires_gradient_sync", recurse)
     if not value:
         refuse_postponing(units, "set_requires_gradient_sync(False)")
@@ -64,7 +64,7 @@ def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_requires_all_reduce(model, False)  # before all microbatches but the last
     """
-    check_flag("set_requires_all_reduce", "value", value)
+    check_flags("set_requires_all_reduce", value=value)
     units = require_units(module, "set_requires_all_reduce", recurse)
     if not value:
         refuse_postponing(units, "set_requires_all_reduce(False)")
@@ -82,7 +82,7 @@ def set_is_last_backward(module: nn.Module, value: bool, recurse: bool = True) -
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_is_last_backward(model, False)  # before all microbatches but the last
     """
-    check_flag("set_is_last_backward", "value", value)
+    check_flags("set_is_last_backward", value=value)
     units = require_units(module, "set_is_last_backward", recurse)
     if not value:
         refuse_postponing(units, "set_is_last_backward(False)")
@@ -99,7 +99,7 @@ def set_reshard_after_forward(module: nn.Module, value: bool, recurse: bool = Tr
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_reshard_after_forward(model, False)  # backward needs no second gather
     """
-    check_flag("set_reshard_after_forward", "value", value)
+    check_flags("set_reshard_after_forward", value=value)
     for unit in require_units(module, "set_reshard_after_forward", recurse):
         unit.switches.keep_after_forward = not value
 
@@ -114,7 +114,7 @@ def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = T
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_reshard_after_backward(model, False)  # nor does the next forward
     """
-    check_flag("set_reshard_after_backward", "value", value)
+    check_flags("set_reshard_after_backward", value=value)
     for unit in require_units(module, "set_reshard_after_backward", recurse):
         unit.switches.reshard_after_backward = value
 
@@ -172,7 +172,7 @@ def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = T
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_find_unused_parameters(model, True)
     """
-    check_flag("set_find_unused_parameters", "value", value)
+    check_flags("set_find_unused_parameters", value=value)
     for unit in require_units(module, "set_find_unused_parameters", recurse):
         unit.switches.find_unused = value
 

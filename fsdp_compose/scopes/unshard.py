@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_kind, check_module
+from fsdp_compose.base.arguments import check_flags, check_kind, check_module
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
@@ -126,7 +126,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         tensor([[1., 1.],
                 [1., 1.]])
     """
-    check_flag("unshard", "async_op", async_op)
+    check_flags("unshard", async_op=async_op)
     units = own_units(module, "unshard")
     for unit in units:
         if not is_running(unit):

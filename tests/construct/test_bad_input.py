@@ -367,7 +367,7 @@ def test_mixed_precision_and_prefetch_check_values() -> None:
     """Values of mixed precision and prefetch check themselves."""
     with pytest.raises(ValueError, match=r"param_dtype.*int32"):
         MixedPrecision(param_dtype=torch.int32)
-    with pytest.raises(ValueError, match="forward=-1"):
+    with pytest.raises(ValueError, match="forward is -1"):
         Prefetch(forward=-1)
     with pytest.raises(ValueError, match="backward_moment is 'later'"):
         Prefetch(backward_moment="later")

@@ -92,7 +92,7 @@ VALUES = [
       for k in ("keep_low_precision_grads", "full_precision_in_eval")),
     *(Wrong(lambda k=k, v=v: Prefetch(**{k: v}), TypeError, (k, "int >= 0"))
       for k in ("forward", "backward") for v in ("2", 1.5, None, True)),
-    Wrong(lambda: Prefetch(forward=-1), ValueError, ("forward=-1", "depths >= 0")),
+    Wrong(lambda: Prefetch(forward=-1), ValueError, ("forward is -1", "an int >= 0")),
     *(Wrong(lambda v=v: Prefetch(backward_moment=v), ValueError, ("backward_moment", "'pre'"))
       for v in ("later", 5, True)),
     *(Wrong(lambda k=k: Offload(**{k: "cpu"}), TypeError, ("Offload", k, "True or False"))

@@ -309,7 +309,7 @@ def test_wrong_use_is_an_error_on_every_rank(case: str) -> None:
         (3, {"deterministic": 12}, "by 3 ranks; wanted .* divides 12: 1, 2, 4. Run on so many"),
         (4, {"deterministic": 6}, "by 4 ranks; wanted .* divides 6: 1, 2. Run on so many"),
         (2, {"deterministic": True}, "deterministic is True; wanted how many microbatches"),
-        (2, {"deterministic": 0}, "deterministic=0; wanted how many microbatches"),
+        (2, {"deterministic": 0}, "deterministic is 0; wanted how many microbatches"),
         (
             2,
             {"deterministic": 2, "mp_policy": MixedPrecision(gather_codec=fc.int8_codec())},

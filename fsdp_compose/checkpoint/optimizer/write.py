@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
@@ -108,7 +108,7 @@ def load_optim_state_dict(
         0.1
     """
     check_module("load_optim_state_dict", module)
-    check_flag("load_optim_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
+    check_flags("load_optim_state_dict", broadcast_from_rank0=broadcast_from_rank0)
     groups = meet_in("load_optim_state_dict", module)
     targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):

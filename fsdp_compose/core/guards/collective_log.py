@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from fsdp_compose.base.arguments import check_flag
+from fsdp_compose.base.arguments import check_flags
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.process import here
@@ -80,7 +80,7 @@ def set_debug(enabled: bool = True) -> None:
     ends, on every rank if one asks for it. The environment variable ``FSDP_COMPOSE_DEBUG=1`` turns
     it on from the start.
     """
-    check_flag("set_debug", "enabled", enabled)
+    check_flags("set_debug", enabled=enabled)
     here.is_debugging = enabled
 
 

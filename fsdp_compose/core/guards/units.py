@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp_compose.base.arguments import check_flag, check_module
+from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.process import here
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
@@ -28,7 +28,7 @@ def require_units(
         TypeError: ``module`` is none, or ``recurse`` is no bool.
     """
     check_module(caller, module)
-    check_flag(caller, "recurse", recurse)
+    check_flags(caller, recurse=recurse)
     state = find_state(module)
     own = [] if state is None else [state.unit]
     units = list(iter_units(module)) if recurse else own
