@@ -42,6 +42,12 @@ def flatten(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return flat
 
 
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, of any dtype, as uint8 of one dimension."""
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    return real.reshape(-1).view(torch.uint8)
+
+
 def shown_once(tensor: torch.Tensor) -> tuple[slice, ...]:
     """What to index a strided ``tensor`` with to have once what ``expand`` shows several times."""
     return tuple([slice(None if stride else 1) for stride in tensor.stride()])

@@ -22,7 +22,7 @@ from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.checkpoint.values import gather_whole
-from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.names import name_cleaner, path_cleaner
 from fsdp_compose.construct.tensor_parallel import check_declared
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
@@ -91,7 +91,7 @@ def contents_of(module: nn.Module) -> Contents:
         values[name] = leaves.get(id(value), value)
         keys[name] = key
     versions = getattr(native, "_metadata", {})
-    metadata = OrderedDict((clean(f"{k}.")[:-1], v) for k, v in versions.items())
+    metadata = OrderedDict(zip(map(path_cleaner(module), versions), versions.values(), strict=True))
     return Contents(module, values, keys, metadata)
 
 

@@ -45,12 +45,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
 )
 from fsdp_compose.checkpoint.optimizer.read import NamedState, read_optim
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
-from fsdp_compose.checkpoint.optimizer.write import (
-    check_read,
-    check_saved,
-    parts_of,
-    write_optim,
-)
+from fsdp_compose.checkpoint.optimizer.write import check_read, check_saved, parts_of, write_optim
 from fsdp_compose.checkpoint.plain_data import is_constant, load_plain, warn_of_objects
 from fsdp_compose.checkpoint.ranks import (
     attend_meeting,

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.arguments import check_flags, check_module
-from fsdp_compose.base.group import Group
+from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
@@ -49,7 +48,13 @@ from fsdp_compose.checkpoint.values import (
     whole_shape,
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
-from fsdp_compose.construct.names import clean_keys, list_names, name_cleaner, named_leaves
+from fsdp_compose.construct.names import (
+    clean_keys,
+    list_names,
+    name_cleaner,
+    named_leaves,
+    path_cleaner,
+)
 from fsdp_compose.core.guards.compared_records import compare_records, forget_records
 from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
@@ -168,10 +173,8 @@ def _gather_full(
     for name, value in contents.values.items():
         if isinstance(value, Tensor):
             if id(value) not in copies:
-                dtype = dtypes.get(name, value.dtype)
-                copies[id(value)] = copy_tensor(
-                    gather_whole(value.detach()), wanted.cpu_offload
-                ).to(dtype)
+                whole, dtype = gather_whole(value.detach()), dtypes.get(name, value.dtype)
+                copies[id(value)] = copy_tensor(whole, wanted.cpu_offload).to(dtype)
             value = copies[id(value)].detach()  # tied names share their storage
         result[name] = value
     return result
@@ -180,9 +183,7 @@ def _gather_full(
 def is_first(module: nn.Module) -> bool:
     """Whether this is rank 0 of every group the module is cut or copied over."""
     groups = groups_of(module)
-    if groups:
-        return all(group.rank == 0 for group in groups)
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return all(group.rank == 0 for group in groups) if groups else get_global_rank() == 0
 
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
@@ -312,15 +313,13 @@ def _name_versions(module: nn.Module, versions: Mapping[str, Any]) -> OrderedDic
 
     Torch notes there that a load was told to assign, and would do so in every later one.
     """
-    clean = name_cleaner(module)
-    known = {clean(f"{path}.")[:-1]: version for path, version in versions.items()}
+    clean = path_cleaner(module)
+    known = {
+        clean(path): {k: v for k, v in version.items() if k != "assign_to_params_buffers"}
+        for path, version in versions.items()
+    }
     paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
-    found = ((path, known.get(clean(f"{path}.")[:-1])) for path in paths)
-    return OrderedDict(
-        (path, {k: v for k, v in version.items() if k != "assign_to_params_buffers"})
-        for path, version in found
-        if version is not None
-    )
+    return OrderedDict((path, known[clean(path)]) for path in paths if clean(path) in known)
 
 
 @dataclass
@@ -437,8 +436,10 @@ def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | Non
         return None
     gathers = is_sharded(value) and needs_gather(value, spec_or_none(current))
     lone = describe_lone_slice(value) if gathers else None
-    if custom or lone is not None:
-        return None if lone is None else f"{name!r} {lone}"
+    if lone is not None:
+        return f"{name!r} {lone}"
+    if custom:
+        return None
     if not isinstance(value, Tensor):
         return f"{name!r} is a {type(value).__name__}; wanted a tensor of {tuple(current.shape)}"
     if not _has_shape(value, current):
@@ -464,10 +465,8 @@ def take_problem(matched: Matched, current: Mapping[str, Any]) -> Exception | No
     ]
     if problem is not None or not problems:
         return problem
-    return RuntimeError(
-        "load_state_dict: the state cannot be read, the module is unchanged:"
-        f"{list_problems(problems)}"
-    )
+    what = "load_state_dict: the state cannot be read, the module is unchanged:"
+    return RuntimeError(f"{what}{list_problems(problems)}")
 
 
 def _has_shape(value: Tensor, current: Tensor) -> bool:

@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compose.base import process
-from fsdp_compose.base.arguments import (
-    check_module,
-    check_path,
-    check_process_group,
-    check_timeout,
-)
+from fsdp_compose.base.arguments import check_module, check_path, check_process_group, check_timeout
 from fsdp_compose.base.group import SELF, Group, get_global_rank, is_alive
 from fsdp_compose.base.launched import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of

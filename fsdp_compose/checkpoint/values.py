@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.strides import as_bytes
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.messages import broadcast_object, raise_on_all, to_bytes
 from fsdp_compose.sharded import (
@@ -182,7 +183,7 @@ def broadcast_state(
             else torch.empty(value.shape, dtype=value.dtype, device=device)
         )
         for group in groups:  # in turn, rows before columns
-            comm.broadcast(_as_bytes(tensor), group)
+            comm.broadcast(as_bytes(tensor), group)  # whose dtype gloo may not know
         if is_sharded(target) and tuple(spec_of(target).whole_shape) == value.shape:
             spec = target._shard_spec
             tensor = tag(whole_slice(tensor, spec).clone(), spec)
@@ -196,12 +197,6 @@ def _with_versions(values: dict[str, Any], versions: Any) -> dict[str, Any]:
     if versions is not None:
         result._metadata = versions  # type: ignore[attr-defined]
     return result
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, whose dtype gloo may not know."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.reshape(-1).view(torch.uint8)
 
 
 def _find_unreadable(state: Mapping[str, Any]) -> Exception | None:

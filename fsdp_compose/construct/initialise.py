@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.arguments import check_function, check_kind, check_module
 from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.mesh import Mesh
-from fsdp_compose.base.strides import flatten, shown_once, storage_order
+from fsdp_compose.base.strides import as_bytes, flatten, shown_once, storage_order
 from fsdp_compose.base.torch_private import (
     buffer_slots,
     non_persistent,
@@ -65,7 +65,7 @@ def broadcast_tensors(
 
 
 def _broadcast_flat(flats: list[torch.Tensor], mesh: Mesh, chunk_bytes: int) -> None:
-    pieces = [piece for flat in flats for piece in _as_bytes(flat).split(chunk_bytes)]
+    pieces = [piece for flat in flats for piece in as_bytes(flat).split(chunk_bytes)]
     if not pieces:
         return
     size = min(chunk_bytes, sum(piece.numel() for piece in pieces))
@@ -89,10 +89,6 @@ def _send_message(room: torch.Tensor, message: list[torch.Tensor], mesh: Mesh) -
         comm.broadcast(room, group)
     for place, piece in zip(places, message, strict=True):
         piece.copy_(place)
-
-
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
 # From the meta device

@@ -32,8 +32,8 @@ def clean_name(name: str) -> str:
 def name_cleaner(module: nn.Module) -> Callable[[str], str]:
     """What turns names in ``module``, as torch spells them, into those without any wrapper's part.
 
-    Unlike ``clean_name`` it sees which ``module.`` belongs to a wrapper. Of a module's own path it
-    is given, and gives, one that ends in a dot.
+    Unlike ``clean_name`` it sees which ``module.`` belongs to a wrapper. For the paths of modules
+    there is ``path_cleaner``.
     """
     found = module.named_modules(remove_duplicate=False)
     paths = [path for path, inner in found if isinstance(inner, _MODULE_WRAPPERS)]
@@ -50,6 +50,12 @@ def name_cleaner(module: nn.Module) -> Callable[[str], str]:
         return clean_name(name)
 
     return clean
+
+
+def path_cleaner(module: nn.Module) -> Callable[[str], str]:
+    """As ``name_cleaner``, for the paths of modules in ``module``."""
+    clean = name_cleaner(module)
+    return lambda path: clean(f"{path}.")[:-1]
 
 
 def walk_named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -103,6 +109,11 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
         if name not in known:
             known.append(name)
     return {leaf: tuple(found) for leaf, found in names.values()}
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of each parameter, by each of its names."""
+    return {name: names[0] for names in parameter_names(module).values() for name in names}
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -184,14 +195,14 @@ def clean_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, An
     return result
 
 
-def show_closest(name: str, known: Iterable[str]) -> str:
+def _show_closest(name: str, known: Iterable[str]) -> str:
     """`` (closest: ...)`` for a message, or nothing when no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
     return f" (closest: {', '.join(map(repr, near))})" if near else ""
 
 
-def list_names(given: Iterable[str], known: Iterable[str], limit: int = 8) -> str:
-    """Names for a message, each with the closest known ones; the first ``limit`` of them."""
+def list_names(given: Iterable[str], known: Iterable[str]) -> str:
+    """Names for a message, each with the closest known ones; the first eight of them."""
     listed, known = list(given), list(known)
-    text = "; ".join(f"{name!r}{show_closest(name, known)}" for name in listed[:limit])
-    return text if len(listed) <= limit else f"{text}; and {len(listed) - limit} more"
+    text = "; ".join(f"{name!r}{_show_closest(name, known)}" for name in listed[:8])
+    return text if len(listed) <= 8 else f"{text}; and {len(listed) - 8} more"

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_function, check_kind, check_not_negative
 from fsdp_compose.base.policy import name_pattern
-from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.names import path_cleaner
 from fsdp_compose.construct.plans import list_ignored
 from fsdp_compose.construct.trace import TracingConfig, trace_execution_order
 
@@ -111,8 +111,8 @@ def by_name(*patterns: str, **options: Any) -> Policy:
 
     def start(root: nn.Module) -> Decide:
         modules = root.named_modules(remove_duplicate=False)
-        clean = name_cleaner(root)
-        names = [(clean(f"{name}.")[:-1], module) for name, module in modules if module is not root]
+        clean = path_cleaner(root)
+        names = [(clean(path), module) for path, module in modules if module is not root]
         chosen: set[int] = set()
         for pattern, test in tests.items():
             matching = {id(module) for name, module in names if test(name)}
@@ -240,8 +240,7 @@ def by_execution_order(
 
     def start(root: nn.Module) -> Decide:
         order = trace_execution_order(root, sample_args, config, kwargs=kwargs)
-        clean = name_cleaner(root)
-        called = {clean(f"{name}.")[:-1] for name in order.modules}
+        called = set(map(path_cleaner(root), order.modules))
         parameters = dict(root.named_parameters(remove_duplicate=False))
         uses = [id(parameters[name]) for _, name in order.uses]
 

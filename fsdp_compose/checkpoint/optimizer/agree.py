@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
-from fsdp_compose.checkpoint.optimizer.members import Part
+from fsdp_compose.checkpoint.optimizer.members import Part, settings_of
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.values import sample_bytes, whole_shape
 from fsdp_compose.comm.messages import gather_objects, raise_on_all
@@ -35,8 +35,6 @@ Facts = dict[str, dict[tuple[str, Any], Fact]]
 _FEW = 16
 """Elements up to which numbers are compared as such; longer tensors are compared by a digest."""
 
-
-_NAMES = ("params", "param_names")
 
 _NOT_CUT = (
     "wanted the same on every rank, since it is not cut. An optimizer that takes sums or norms "
@@ -113,7 +111,7 @@ def _facts_of(
 ) -> Facts:
     facts: Facts = {}
     for group in state["param_groups"]:
-        settings = {("setting", k): _fact(v) for k, v in group.items() if k not in _NAMES}
+        settings = {("setting", k): _fact(v) for k, v in settings_of(group).items()}
         for name in group["params"]:
             if name in parts and parts[name].entry is not None:
                 facts[name] = dict(settings)

@@ -85,6 +85,11 @@ def is_state(value: object) -> bool:
     )
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says besides which parameters it has."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def load_numbered(optim: Optimizer, plain: dict[str, Any]) -> None:
     """Have an optimizer load state by numbers.
 

@@ -26,6 +26,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     Part,
     list_members,
     names_of,
+    settings_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
     copy_containers,
@@ -232,8 +233,7 @@ def _collect(holdings: list[_Holding]) -> NamedState:
                 if own:
                     state[part.name] = own
         for group, names in zip(holding.plain["param_groups"], holding.names, strict=True):
-            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            found.result["param_groups"].append({**hyper, "params": names})
+            found.result["param_groups"].append({**settings_of(group), "params": names})
         extra = {k: v for k, v in holding.plain.items() if k not in ("state", "param_groups")}
         _check_alone(extra, found.result)
         found.result.update(extra)

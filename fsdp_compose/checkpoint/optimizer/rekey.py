@@ -16,7 +16,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     names_of,
 )
 from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys, write_exactly
-from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
+from fsdp_compose.construct.names import first_names, list_names, name_cleaner, parameter_names
 
 
 def rekey_optim_state_dict(
@@ -96,7 +96,7 @@ def _regroup(
 ) -> dict[str, Any]:
     """Give state by name the groups of an optimizer, each with the settings saved for it."""
     clean = name_cleaner(module)
-    canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
+    canonical = first_names(module)
     known = lambda name: canonical.get(clean(name), clean(name))  # noqa: E731
     given = [{k: v for k, v in g.items() if k != "param_names"} for g in state_dict["param_groups"]]
     saved = {known(name): group for group in given for name in group["params"]}

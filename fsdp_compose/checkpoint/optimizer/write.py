@@ -33,6 +33,7 @@ from fsdp_compose.checkpoint.optimizer.members import (
     is_state,
     list_members,
     load_numbered,
+    settings_of,
     unchanged_by_errors,
 )
 from fsdp_compose.checkpoint.optimizer.nested import (
@@ -64,7 +65,7 @@ from fsdp_compose.checkpoint.values import (
     whole_shape,
 )
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object
-from fsdp_compose.construct.names import list_names, name_cleaner, parameter_names
+from fsdp_compose.construct.names import first_names, list_names, name_cleaner
 from fsdp_compose.sharded import checked_state, is_sharded, to_local
 
 
@@ -193,7 +194,7 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
         )
     if has_numbers(state_dict):
         state_dict = to_names(state_dict, order_by_names(state_dict, targets, module))
-    canonical = {name: names[0] for names in parameter_names(module).values() for name in names}
+    canonical = first_names(module)
     clean = name_cleaner(module)
     state = {
         canonical.get(clean(n), clean(n)): OwnedState(flatten_state(v))
@@ -354,7 +355,7 @@ def _find_settings(
     for group in given["param_groups"]:
         if wanted.isdisjoint(group["params"]):
             continue
-        hyper = _settings_of(group)
+        hyper = settings_of(group)
         if chosen is None:
             chosen = hyper
         elif different := list_differences(hyper, chosen):
@@ -364,10 +365,6 @@ def _find_settings(
             )
             break
     return chosen or {}
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -427,8 +424,8 @@ def _number_parameters(
             numbers.append(number)
             number += 1
         names = [part.name for member in members for part in member.parts]
-        hyper = _settings_of(group)
-        saved = _find_settings(given, names, []) if members else _settings_of(next(unused, {}))
+        hyper = settings_of(group)
+        saved = _find_settings(given, names, []) if members else settings_of(next(unused, {}))
         copied = map_values(Tensor.clone, saved)
         for key in [k for k, v in copied.items() if isinstance(v, Tensor) and k in group]:
             first = shared.setdefault(id(group[key]), copied[key])  # one of several groups stays so

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_module
 from fsdp_compose.base.group import Group
-from fsdp_compose.base.strides import flatten, storage_order
+from fsdp_compose.base.strides import as_bytes, flatten, storage_order
 from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import renew_bucket
@@ -130,8 +130,7 @@ _CHUNK = 1 << 20  # words at a time, so that memory does not grow with the param
 def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As ``checksum``, as a 0-dim tensor on the tensor's device."""
     plain = part_of(tensor).detach().resolve_conj().resolve_neg()
-    flat = flatten(plain, storage_order(plain))
-    data = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    data = as_bytes(flatten(plain, storage_order(plain)))
     whole = data.numel() // 8 * 8
     aligned = data.storage_offset() % 8 == 0
     total = torch.zeros((), dtype=torch.int64, device=data.device)
