@@ -97,11 +97,7 @@ if _is_used:
     from fsdp_compose.comm.codecs import bf16_codec, fp8_codec, int8_codec
     from fsdp_compose.comm.grad_bucket import GradBucket
     from fsdp_compose.construct.initialise import seeded_init
-    from fsdp_compose.construct.names import (
-        parameter_names,
-        parameters_by_name,
-        units_of,
-    )
+    from fsdp_compose.construct.names import parameter_names, parameters_by_name, units_of
     from fsdp_compose.construct.tensor_parallel import declare_tensor_parallel
     from fsdp_compose.construct.trace import ExecutionOrder, TracingConfig, trace_execution_order
     from fsdp_compose.construct.wrap import Policy

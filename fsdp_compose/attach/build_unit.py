@@ -27,7 +27,7 @@ from fsdp_compose.comm.collectives import open_segments
 from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
 from fsdp_compose.construct.initialise import broadcast_tensors, initialise, require_filled
-from fsdp_compose.construct.names import name_cleaner
+from fsdp_compose.construct.names import path_cleaner
 from fsdp_compose.construct.plans import BucketPlan, UnitPlan
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.guards.added_parameters import remember
@@ -302,12 +302,12 @@ def _find_written(value: Value) -> torch.Tensor:
 def rename_nested_units(outer: nn.Module) -> None:
     """Name the units inside ``outer``, and their parameters, as ``outer`` names them."""
     renamed: set[int] = set()
-    clean = name_cleaner(outer)
+    clean = path_cleaner(outer)
     for path, submodule in outer.named_modules():
         state = find_state(submodule)
         if state is None or submodule is outer or id(state.unit) in renamed:
             continue
-        unit, path = state.unit, clean(f"{path}.")[:-1]
+        unit, path = state.unit, clean(path)
         renamed.add(id(unit))
         unit.name = path
         for bucket in unit.buckets:
@@ -316,7 +316,7 @@ def rename_nested_units(outer: nn.Module) -> None:
                 if len(unit.modules) > 1:
                     position, name = name.split(".", 1)
                     member = unit.modules[int(position)]()
-                    path_of = {id(m): clean(f"{p}.")[:-1] for p, m in outer.named_modules()}
+                    path_of = {id(m): clean(p) for p, m in outer.named_modules()}
                     fqn = f"{path_of.get(id(member), path)}.{name}"
                 else:
                     fqn = f"{path}.{name}"

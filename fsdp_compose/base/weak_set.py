@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,10 +17,6 @@ class OrderedWeakSet(weakref.WeakKeyDictionary[T, None]):
 
     def add(self, item: T) -> None:
         self[item] = None
-
-    def add_all(self, items: Iterable[T]) -> None:
-        for item in items:
-            self[item] = None
 
     def discard(self, item: T) -> None:
         self.pop(item, None)

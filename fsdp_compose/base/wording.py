@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 
-def quote_names(names: Iterable[str], most: int = 4) -> str:
-    """Names in quotes, separated by commas; of many, the first and how many more there are."""
+def quote_names(names: Iterable[str]) -> str:
+    """Names in quotes, separated by commas; of many, the first four and how many more there are."""
     found = list(names)
-    shown = ", ".join(map(repr, found[:most]))
-    return f"{shown} and {len(found) - most} more" if len(found) > most else shown
+    shown = ", ".join(map(repr, found[:4]))
+    return f"{shown} and {len(found) - 4} more" if len(found) > 4 else shown
 
 
 def describe_clipping(limit: Any, raises: bool) -> str:

@@ -22,11 +22,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, TextIO
 
-__all__ = ["AGENT_STORE", "free_port", "launch"]
+__all__ = ["AGENT_STORE", "free_port", "launch", "usable_cores"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOMENT = 1.0
 """Seconds in which a rank ends whose connections are closed already."""
+_GRACE = 5.0
+"""Seconds in which a rank ends that was told to stop."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ _Event = _Exited | _Signalled
 class _Ranks:
     """The running ranks, and one queue in which everything that happens to them arrives."""
 
-    grace: float
     events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
@@ -56,11 +57,10 @@ class _Ranks:
 
 def launch(
     script: str | os.PathLike[str],
-    args: Sequence[str] = (),
+    args: Sequence[str],
     *,
     nproc: int,
     env: Mapping[str, str] | None = None,
-    grace: float = 5.0,
     is_module: bool = False,
 ) -> int:
     """Run ``nproc`` ranks of a Python script on this machine and return one exit code.
@@ -68,8 +68,8 @@ def launch(
     Rank 0 inherits stdin, stdout and stderr, so a progress bar stays one; what the others write
     is forwarded by line behind ``[rank k]``. When a rank fails it is named on stderr with its exit
     code or signal, the others are terminated, and its code is returned (128 + n for signal n).
-    Ctrl-C interrupts every rank and returns 130; a rank that has not ended ``grace`` seconds
-    later, or at a second Ctrl-C, is killed. Call it from the main thread.
+    Ctrl-C interrupts every rank and returns 130; a rank that has not ended 5 seconds later,
+    or at a second Ctrl-C, is killed. Call it from the main thread.
 
     ``env`` replaces the environment the ranks start from (default: this process's). OMP_NUM_THREADS
     is the number of usable cores over ``nproc``, unless it is set already. With ``is_module``,
@@ -78,7 +78,7 @@ def launch(
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, found {nproc}")
     base = dict(os.environ if env is None else env)
-    base.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // nproc)))
+    base.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     base.setdefault("PYTHONUNBUFFERED", "1")
     base.pop(AGENT_STORE, None)
     base |= {
@@ -88,7 +88,7 @@ def launch(
         "LOCAL_WORLD_SIZE": str(nproc),
     }
     command = [sys.executable, *(["-m"] if is_module else []), os.fspath(script), *args]
-    ranks = _Ranks(grace)
+    ranks = _Ranks()
     code = 1
     with _signals_to(lambda signum: ranks.events.put(_Signalled(signum))):
         try:
@@ -120,7 +120,8 @@ def free_port() -> int:
     raise RuntimeError(f"no free TCP port among 100 tried of {PORTS[0]} to {PORTS[-1]}.")
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """How many cores this process may run on."""
     if "sched_getaffinity" in dir(os):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -227,11 +228,11 @@ def _find_cause(ranks: _Ranks, first: _Exited) -> _Exited:
 
 
 def _stop(ranks: _Ranks, signum: signal.Signals) -> None:
-    """Send ``signum`` to the ranks that run, wait ``grace`` seconds, then kill what is left."""
+    """Send ``signum`` to the ranks that run, wait ``_GRACE`` seconds, then kill what is left."""
     if not ranks.running:
         return
     _send(ranks, signum, ranks.running)
-    deadline = time.monotonic() + ranks.grace
+    deadline = time.monotonic() + _GRACE
     while ranks.running:
         try:
             event = ranks.events.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -241,7 +242,7 @@ def _stop(ranks: _Ranks, signum: signal.Signals) -> None:
             ranks.running.discard(event.rank)
         else:
             _send(ranks, signal.SIGKILL, ranks.running)
-            deadline = time.monotonic() + ranks.grace
+            deadline = time.monotonic() + _GRACE
 
 
 def _sweep(ranks: _Ranks) -> None:

@@ -27,7 +27,7 @@ from fsdp_compose.base.torch_private import parameter_slots
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.construct.choose_buckets import plan_buckets
 from fsdp_compose.construct.deterministic import check_alike
-from fsdp_compose.construct.names import clean_name, name_cleaner
+from fsdp_compose.construct.names import clean_name, name_cleaner, path_cleaner
 from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
@@ -179,7 +179,7 @@ def _plan_units(
     root: nn.Module, options: Options, policy: Policy, ignored: Ignored
 ) -> list[UnitPlan]:
     """Submodules that the policy names, innermost first."""
-    start, clean = policy.start(root), name_cleaner(root)
+    start, clean = policy.start(root), path_cleaner(root)
     choice = _PolicyWalk(options, start, policy.leaves, ignored, {id(root)}, clean)
     choice.visit_children("", root)
     if not choice.plans and not choice.names_units:
@@ -213,7 +213,8 @@ class _PolicyWalk:
 
     def visit(self, name: str, module: nn.Module) -> dict[int, int]:
         found = self.visit_children(name, module)
-        decision = self.decide(self.clean(f"{name}.")[:-1], module, sum(found.values()))
+        path = self.clean(name)
+        decision = self.decide(path, module, sum(found.values()))
         if find_state(module) is not None:
             self.names_units |= bool(decision)
             return {}
@@ -222,8 +223,7 @@ class _PolicyWalk:
         overrides = decision if isinstance(decision, dict) else {}
         options = _override_options(self.options, overrides, name)
         ignored = self.ignored.and_more(overrides.get("ignored", ()))
-        named = self.clean(f"{name}.")[:-1]
-        self.plans.append(UnitPlan(named, [module], options, True, ignored=ignored))
+        self.plans.append(UnitPlan(path, [module], options, True, ignored=ignored))
         return {}
 
     def count(self, module: nn.Module, recurse: bool) -> dict[int, int]:
@@ -286,21 +286,10 @@ def _full_precision(plan: UnitPlan, module: nn.Module, mp: MixedPrecision) -> Op
 
 
 _OVERRIDABLE = (
-    "mesh",
-    "strategy",
-    "reshard_after_forward",
-    "mp_policy",
-    "offload_policy",
-    "ignored",
-    "granularity",
-    "prefetch",
-    "init",
-    "param_init_fn",
-    "methods",
-    "layout",
-    "transport",
+    "mesh", "strategy", "reshard_after_forward", "mp_policy", "offload_policy", "ignored",
+    "granularity", "prefetch", "init", "param_init_fn", "methods", "layout", "transport",
     "static_buffers",
-)
+)  # fmt: skip
 """Options that a policy may choose for one unit."""
 
 

@@ -21,12 +21,7 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.torch_stack import count_modes, in_selective, outside_selective
 from fsdp_compose.core.forward import NORMAL, Mode
 from fsdp_compose.core.guards.added_parameters import check_copy
-from fsdp_compose.core.guards.callers import (
-    allow_script,
-    check_caller,
-    is_foreign,
-    refuse_script,
-)
+from fsdp_compose.core.guards.callers import allow_script, check_caller, is_foreign, refuse_script
 from fsdp_compose.core.guards.cast_buffers import choose_precision
 from fsdp_compose.core.guards.inner_backward import unwatch
 from fsdp_compose.core.guards.interrupts import clear_failed

@@ -36,11 +36,7 @@ from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
 from fsdp_compose.scopes.unshard import check_stepped, is_open, show_current
-from fsdp_compose.sharded import (
-    QUANTIZING,
-    is_sharded_parameter,
-    spec_of,
-)
+from fsdp_compose.sharded import QUANTIZING, is_sharded_parameter, spec_of
 
 
 def guard_steps() -> None:

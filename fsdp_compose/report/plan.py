@@ -47,12 +47,7 @@ from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.notes import notes_on
 from fsdp_compose.report.schedule import Step, play
 from fsdp_compose.report.static_buffers import find_static_buffers
-from fsdp_compose.report.survey import (
-    Record,
-    Survey,
-    survey_plans,
-    survey_units,
-)
+from fsdp_compose.report.survey import Record, Survey, survey_plans, survey_units
 from fsdp_compose.report.text import parse_size
 from fsdp_compose.report.traffic import TrafficReport
 from fsdp_compose.sharded import part_of

@@ -19,6 +19,7 @@ from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.microbatches import refuse_postponing
 from fsdp_compose.core.guards.units import modules_of, require_units
 from fsdp_compose.core.guards.unread_weights import default_of
+from fsdp_compose.core.state import Unit
 from fsdp_compose.scopes.unshard import reduce_units
 
 Keep: TypeAlias = Literal["sharded", "unsharded", "no_all_reduce"]
@@ -45,10 +46,7 @@ def set_requires_gradient_sync(module: nn.Module, value: bool, recurse: bool = T
         >>> model.bias.grad.full_tensor()
         tensor([2., 2.])
     """
-    check_flags("set_requires_gradient_sync", value=value)
-    units = require_units(module, "set_requires_gradient_sync", recurse)
-    if not value:
-        refuse_postponing(units, "set_requires_gradient_sync(False)")
+    units = _find_units("set_requires_gradient_sync", module, value, recurse, postpones=True)
     clear_failed_steps(units)
     for unit in units:
         unit.switches.sync = value
@@ -64,10 +62,7 @@ def set_requires_all_reduce(module: nn.Module, value: bool, recurse: bool = True
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_requires_all_reduce(model, False)  # before all microbatches but the last
     """
-    check_flags("set_requires_all_reduce", value=value)
-    units = require_units(module, "set_requires_all_reduce", recurse)
-    if not value:
-        refuse_postponing(units, "set_requires_all_reduce(False)")
+    units = _find_units("set_requires_all_reduce", module, value, recurse, postpones=True)
     clear_failed_steps(units)
     for unit in units:
         unit.switches.all_reduce = value
@@ -82,11 +77,7 @@ def set_is_last_backward(module: nn.Module, value: bool, recurse: bool = True) -
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_is_last_backward(model, False)  # before all microbatches but the last
     """
-    check_flags("set_is_last_backward", value=value)
-    units = require_units(module, "set_is_last_backward", recurse)
-    if not value:
-        refuse_postponing(units, "set_is_last_backward(False)")
-    for unit in units:
+    for unit in _find_units("set_is_last_backward", module, value, recurse, postpones=True):
         unit.switches.last_backward = value
 
 
@@ -99,8 +90,7 @@ def set_reshard_after_forward(module: nn.Module, value: bool, recurse: bool = Tr
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_reshard_after_forward(model, False)  # backward needs no second gather
     """
-    check_flags("set_reshard_after_forward", value=value)
-    for unit in require_units(module, "set_reshard_after_forward", recurse):
+    for unit in _find_units("set_reshard_after_forward", module, value, recurse):
         unit.switches.keep_after_forward = not value
 
 
@@ -114,8 +104,7 @@ def set_reshard_after_backward(module: nn.Module, value: bool, recurse: bool = T
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_reshard_after_backward(model, False)  # nor does the next forward
     """
-    check_flags("set_reshard_after_backward", value=value)
-    for unit in require_units(module, "set_reshard_after_backward", recurse):
+    for unit in _find_units("set_reshard_after_backward", module, value, recurse):
         unit.switches.reshard_after_backward = value
 
 
@@ -172,8 +161,7 @@ def set_find_unused_parameters(module: nn.Module, value: bool, recurse: bool = T
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> set_find_unused_parameters(model, True)
     """
-    check_flags("set_find_unused_parameters", value=value)
-    for unit in require_units(module, "set_find_unused_parameters", recurse):
+    for unit in _find_units("set_find_unused_parameters", module, value, recurse):
         unit.switches.find_unused = value
 
 
@@ -215,6 +203,17 @@ def set_gradient_divide_factor(
             )
     for unit in require_units(module, "set_gradient_divide_factor", recurse):
         unit.switches.divide_factor = None if value is None else float(value)
+
+
+def _find_units(
+    caller: str, module: nn.Module, value: bool, recurse: bool, postpones: bool = False
+) -> list[Unit]:
+    """The units whose switch ``caller`` sets; with ``postpones`` False is to add gradients up."""
+    check_flags(caller, value=value)
+    units = require_units(module, caller, recurse)
+    if postpones and not value:
+        refuse_postponing(units, f"{caller}(False)")
+    return units
 
 
 @contextmanager

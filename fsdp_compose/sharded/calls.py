@@ -44,12 +44,7 @@ from fsdp_compose.sharded.reduce import (
     foreach_reduce,
     name_for_ranks,
 )
-from fsdp_compose.sharded.spec import (
-    Handler,
-    ShardSpec,
-    refuse,
-    require_ranks,
-)
+from fsdp_compose.sharded.spec import Handler, ShardSpec, refuse, require_ranks
 from fsdp_compose.sharded.tensor import (
     HANDLERS,
     SHARDED,

@@ -45,7 +45,6 @@ class SimulatedGroup(_ProcessGroup):
         self.joined = self.network.join(self.key, rank)
         self.own_rank, self.own_size = rank, size
         self.calls = 0
-        self.description = ""
         self.messages: dict[tuple[object, ...], int] = {}
         self.options = SimpleNamespace(
             _timeout=timeout, global_ranks_in_group=[], group_name=self.key
@@ -62,15 +61,8 @@ class SimulatedGroup(_ProcessGroup):
     def group_name(self) -> str:
         return str(self.options.group_name)
 
-    @property
-    def group_desc(self) -> str:
-        return self.description
-
     def _set_group_name(self, name: str) -> None:
         self.options.group_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self.description = description
 
     def getGroupName(self) -> str:  # noqa: N802
         return self.group_name
@@ -89,12 +81,6 @@ class SimulatedGroup(_ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
-
-    def shutdown(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
 
     def _members(self) -> tuple[int, ...]:
         """World ranks of the group, by their rank in it."""

@@ -25,23 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.attributes import ABOUT_SHAPES
 from fsdp_compose.base.parts import kept_views
-from fsdp_compose.base.torch_private import (
-    buffer_slots,
-    call_raw,
-    raw,
-    storage_use_count,
-)
+from fsdp_compose.base.torch_private import buffer_slots, call_raw, raw, storage_use_count
 from fsdp_compose.base.tracked import find_tracked, tracked_kinds
 from fsdp_compose.base.tree import find_in_lists
 from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
 from fsdp_compose.core.guards.collective_log import is_debugging
-from fsdp_compose.core.guards.kept_tensors import (
-    KEPT,
-    count_beside,
-    watch_forwards,
-    watch_inside,
-)
+from fsdp_compose.core.guards.kept_tensors import KEPT, count_beside, watch_forwards, watch_inside
 from fsdp_compose.core.guards.units import modules_of
 from fsdp_compose.core.state import Engine, Unit, unit_of
 from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, part_of
@@ -169,7 +159,7 @@ def _count_users(units: Iterable[Unit], moment: int) -> list[tuple[Unit, tuple[i
 
 def guard_after_error(engine: Engine) -> None:
     """After a pass that failed: guard what frames of its traceback, and others, keep of weights."""
-    engine.inspected.add_all(engine.units)
+    engine.inspected.update(engine.units)
     guard_everywhere(engine)
 
 

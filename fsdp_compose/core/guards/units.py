@@ -8,14 +8,7 @@ from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.process import here
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.core.guards.scope_parameters import leaf_of
-from fsdp_compose.core.state import (
-    Unit,
-    _FSDPState,
-    find_state,
-    iter_units,
-    owner_of,
-    unit_of,
-)
+from fsdp_compose.core.state import Unit, _FSDPState, find_state, iter_units, owner_of, unit_of
 
 
 def require_units(

@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.torch_private import (
-    made_at,
-    next_node_number,
-    saved_tensor_hooks,
-)
+from fsdp_compose.base.torch_private import made_at, next_node_number, saved_tensor_hooks
 from fsdp_compose.base.torch_stack import hides_reads
 from fsdp_compose.base.tree import find_tensors
 from fsdp_compose.core.guards.gathered_memory import lies_in

@@ -310,7 +310,8 @@ def test_units_are_gone_through_in_one_order() -> None:
         engine = units(model)[0].engine
         mine = [unit for unit in engine.units if unit in units(model)]
         assert [unit.name for unit in mine] == [*map(str, range(40)), "Sequential"]
-        engine.inspected.add_all(reversed(mine))
+        for unit in reversed(mine):
+            engine.inspected.add(unit)
         engine.inspected.discard(mine[7])
         assert list(engine.inspected) == [u for u in reversed(mine) if u is not mine[7]]
         engine.inspected.clear()
