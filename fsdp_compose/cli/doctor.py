@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from fsdp_compose.base.environment import wants_debugging
-from fsdp_compose.cli.launch import AGENT_STORE, free_port
+from fsdp_compose.cli.launch import AGENT_STORE, free_port, usable_cores
 
 State = Literal["ok", "note", "wrong"]
 PATIENCE = 60.0  # seconds in which two ranks must import torch and gather
@@ -68,7 +68,6 @@ def check_software() -> Iterator[Finding]:
         yield Finding("ok", f"torch {torch.__version__}")
     for name, use in (
         ("optree", ""),
-        ("safetensors", "save_full and load_full"),
         ("matplotlib", "pictures"),
         ("rich", "the progress bar of the demo"),
     ):
@@ -109,8 +108,7 @@ def check_backends() -> Iterator[Finding]:
 
 def check_machine() -> Iterator[Finding]:
     """Cores, shared memory, open files."""
-    cores = len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS")
+    cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS")
     yield Finding("ok", f"{cores} cores" + (f", OMP_NUM_THREADS={threads}" if threads else ""))
     if threads and threads.isdecimal() and int(threads) > cores:
         cure = "unset it, or set it to cores over ranks"
