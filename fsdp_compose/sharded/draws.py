@@ -29,10 +29,7 @@ __all__ = ["as_first_rank", "draw_from", "draw_into", "draw_like", "find_generat
 
 def draw_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what overwrites a tensor with random numbers, such as ``p.normal_()``."""
-    if not args:
-        args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
-    tensor, *rest = args
-    _check_numbers(func, tensor, (*rest, *kwargs.values()))
+    tensor, rest, kwargs = _split_arguments(func, "tensor", args, kwargs)
     whole = _draw(func, tensor, lambda room: func(room, *rest, **kwargs), kwargs.get("generator"))
     with torch.no_grad() if func in ops.INITIAL else contextlib.nullcontext():
         call_raw(Tensor.copy_, (), (tensor, own_slice(whole, tensor._shard_spec)))
@@ -41,10 +38,7 @@ def draw_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``torch.randn_like`` and the like; the result is sharded as the first argument is."""
-    if not args:
-        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
-    tensor, *rest = args
-    _check_numbers(func, tensor, (*rest, *kwargs.values()))
+    tensor, rest, kwargs = _split_arguments(func, "input", args, kwargs)
     spec = tensor._shard_spec
     if kwargs.get("device") not in (None, tensor.device):
         refuse(func, spec, "the numbers would be on another device")
@@ -56,10 +50,7 @@ def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def draw_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``torch.bernoulli``, whose argument, the probability of each number, is gathered."""
-    if not args:
-        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
-    tensor, *rest = args
-    _check_numbers(func, tensor, (*rest, *kwargs.values()))
+    tensor, rest, kwargs = _split_arguments(func, "input", args, kwargs)
     if tensor._shard_spec.parallel is not None:
         refuse(func, tensor._shard_spec, "it is split by tensor parallelism")
     odds = tensor.full_tensor()
@@ -67,12 +58,25 @@ def draw_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tag(own_slice(whole, tensor._shard_spec).clone(), tensor._shard_spec)
 
 
-def _check_numbers(func: Any, tensor: Any, rest: tuple[Any, ...]) -> None:
-    """Refuse a plain tensor to draw into, a sharded one to draw with, and what does more then."""
-    writes_columns = is_called_by(torch.nn.init.sparse_)
-    if not is_sharded(tensor) or any(map(is_sharded, rest)) or writes_columns:
-        refuse(func, first_spec((tensor, *rest), {}))
+def _split_arguments(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The sharded tensor, which may be given by ``name``, and the other arguments of a draw.
+
+    Refused are a plain tensor to draw into, a sharded one to draw with, and ``init.sparse_``.
+    """
+    if not args:
+        args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+    tensor, *rest = args
+    others = (*rest, *kwargs.values())
+    if (
+        not is_sharded(tensor)
+        or any(map(is_sharded, others))
+        or is_called_by(torch.nn.init.sparse_)
+    ):
+        refuse(func, first_spec((tensor, *others), {}))
     require_ranks(tensor._shard_spec, getattr(func, "__name__", "a draw"))
+    return tensor, tuple(rest), kwargs
 
 
 def _draw(
