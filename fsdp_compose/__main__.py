@@ -255,7 +255,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from fsdp_compose.cli.look import run_plan  # which imports torch
+    from fsdp_compose.cli.plan import run_plan  # which imports torch
 
     return run_plan(args)
 

@@ -10,6 +10,6 @@ Files, each importing only from those above it:
     program     a script or a module, run in this process
     simulate    fsdp-compose run --simulate
     traced      what each rank of fsdp-compose trace runs, and how recordings are joined
-    look        fsdp-compose plan
+    plan        fsdp-compose plan
     doctor      fsdp-compose doctor
 """

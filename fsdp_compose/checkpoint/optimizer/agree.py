@@ -190,14 +190,14 @@ def _compare(problem: str, reports: Sequence[_Report], group: Group, advice: str
             )
         every = [(rank, report.facts[name]) for rank, report in ranked]
         found = [(r, report.facts[name]) for r, report in ranked if not _lacks_state(report, name)]
-        for known in (found, [(rank, _settings_of(facts)) for rank, facts in every]):
+        for known in (found, [(rank, _only_settings(facts)) for rank, facts in every]):
             for other in known[1:]:
                 difference = _find_difference(name, known[0], other)
                 if difference is not None:
                     raise RuntimeError(f"{problem}: {difference}; {advice}")
 
 
-def _settings_of(facts: Mapping[tuple[str, Any], Fact]) -> dict[tuple[str, Any], Fact]:
+def _only_settings(facts: Mapping[tuple[str, Any], Fact]) -> dict[tuple[str, Any], Fact]:
     return {at: fact for at, fact in facts.items() if at[0] == "setting"}
 
 

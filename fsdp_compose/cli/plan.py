@@ -32,8 +32,8 @@ def run_plan(args: argparse.Namespace) -> int:
     """
     model = _build(args.model)
     units = _choose_units(model, args.units)
-    mp = MixedPrecision(_dtype(args.dtype), _dtype(args.reduce_dtype))
-    world, strategy = _world(args.world_size), args.strategy
+    mp = MixedPrecision(_parse_dtype(args.dtype), _parse_dtype(args.reduce_dtype))
+    world, strategy = _parse_world_size(args.world_size), args.strategy
     if strategy is not None and strategy.startswith("hybrid") != isinstance(world, tuple):
         wanted = "replicas x shards, as 2x4" if isinstance(world, int) else "a number of ranks"
         raise UserError(
@@ -48,7 +48,7 @@ def run_plan(args: argparse.Namespace) -> int:
             mp_policy=mp,
             optimizer=args.optimizer,
             device_memory=args.device_memory,
-            sample=None if args.sample is None else tuple(map(_sample, args.sample)),
+            sample=None if args.sample is None else tuple(map(_parse_sample, args.sample)),
         )
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
@@ -108,7 +108,7 @@ def _load(place: str) -> Any:
         try:
             return importlib.import_module(place)
         except (Exception, SystemExit) as error:
-            raise _explain(place, error) from error
+            raise _import_error(place, error) from error
     if not path.is_file():
         raise UserError(f"{path} does not exist.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -118,11 +118,11 @@ def _load(place: str) -> Any:
     try:
         spec.loader.exec_module(source)
     except (Exception, SystemExit) as error:
-        raise _explain(path, error) from error
+        raise _import_error(path, error) from error
     return source
 
 
-def _explain(place: object, error: BaseException) -> UserError:
+def _import_error(place: object, error: BaseException) -> UserError:
     advice = ""
     if isinstance(error, SystemExit):
         advice = '; keep what a script runs below `if __name__ == "__main__":`'
@@ -164,7 +164,7 @@ def _choose_units(model: nn.Module, wanted: list[str] | None) -> Policy | None:
     return joined
 
 
-def _world(text: str) -> int | tuple[int, int]:
+def _parse_world_size(text: str) -> int | tuple[int, int]:
     """``64``, or ``8x8`` for replicas and shards."""
     parts = text.split("x")
     if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > 2:
@@ -177,16 +177,18 @@ def _world(text: str) -> int | tuple[int, int]:
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def _sample(text: str) -> torch.Tensor:
+def _parse_sample(text: str) -> torch.Tensor:
     """``8x2048:long`` as a tensor of that shape without memory."""
     shape, _, dtype = text.partition(":")
     if not all(part.isdecimal() for part in shape.split("x")):
         raise UserError(f"--sample is {text!r}; wanted a shape and a dtype, as 8x2048:long.")
     sizes = [int(part) for part in shape.split("x")]
-    return torch.empty(sizes, dtype=_dtype(dtype or "fp32", _INPUTS), device="meta")
+    return torch.empty(sizes, dtype=_parse_dtype(dtype or "fp32", _INPUTS), device="meta")
 
 
-def _dtype(name: str | None, known: Mapping[str, torch.dtype] = _DTYPES) -> torch.dtype | None:
+def _parse_dtype(
+    name: str | None, known: Mapping[str, torch.dtype] = _DTYPES
+) -> torch.dtype | None:
     if name is not None and name not in known:
         raise UserError(f"dtype {name!r} is not known; wanted one of {', '.join(known)}.")
     return None if name is None else known[name]
