@@ -138,8 +138,7 @@ def _open(
     head = caller.head()
     offer = Offer() if transport.offer is None else Offer(*transport.offer(data, group))
     heads = send_heads(caller, head, group, purpose, flags, offer=offer)
-    tag = tag_behind(caller, head, group)
-    call = Call(group, tag, purpose, offer, heads.offers, room=room)
+    call = Call(group, tag_behind(caller, head, group), purpose, offer, heads.offers, room=room)
     if transport.may_wait:
         heads.check()
         return call, None
