@@ -12,14 +12,19 @@ from fsdp_compose.base.tree import map_tensors
 
 
 def cast_inputs(
-    policy: MixedPrecision, args: Any, kwargs: Any, is_outermost: bool
+    policy: MixedPrecision, args: Any, kwargs: Any, is_outermost: bool, run: Any
 ) -> tuple[Any, Any] | None:
-    """Floating-point inputs in the compute dtype; None where they are not cast."""
+    """Floating-point inputs in the compute dtype; None where they are not cast.
+
+    What is copied for it is noted in ``run``, of the unit that is called.
+    """
     dtype, casts = policy.param_dtype, policy.cast_forward_inputs
     if dtype is None or not (casts is True or (casts == "root" and is_outermost)):
         return None
     cast = partial(_cast, dtype)
-    return map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
+    noted = run.copied, len(run.modes)
+    given = map_tensors(cast, kwargs, *noted) if kwargs else kwargs
+    return map_tensors(cast, args, *noted), given
 
 
 def cast_output(policy: MixedPrecision, output: Any) -> Any:

@@ -22,7 +22,7 @@ from types import (
     MethodWrapperType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -36,19 +36,59 @@ _ATOMS = (
 )
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+class Copied(NamedTuple):
+    """A list or dictionary that was copied, as tensors in it were replaced.
+
+    Attributes:
+        depth: of the call that is given the copy.
+        before: what the copy held at first.
+    """
+
+    depth: int
+    given: Any
+    copy: Any
+    before: Any
+
+
+def map_tensors(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    tree: Any,
+    copied: list[Copied] | None = None,
+    depth: int = 0,
+) -> Any:
     """``tree`` with every tensor replaced by ``fn(tensor)``.
 
-    A container in which that changes nothing is the same object: a forward may add to it.
+    A container in which that changes nothing is the same object: a forward may add to it. Lists and
+    dictionaries that are others are noted in ``copied``.
     """
     if type(tree) is tuple and all(map(_is_bare, tree)):
         return tuple(map(fn, tree))
     if not isinstance(tree, torch.Tensor):
         _register_leaves(tree)
-    return _map_parts(fn, tree)
+    found: list[tuple[Any, Any]] = []
+    mapped = _map_parts(fn, tree, found)
+    if copied is not None:
+        copied += [Copied(depth, *pair, pair[1].copy()) for pair in found]
+    return mapped
 
 
-def _map_parts(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
+def give_back_edits(copied: list[Copied], depth: int) -> None:
+    """Do to lists and dictionaries what a call has done to the copies that it was given."""
+    while copied and copied[-1].depth >= depth:
+        _, given, copy, before = copied.pop()
+        is_list = type(given) is list
+        pairs, known = (dict(enumerate(c) if is_list else c) for c in (copy, before))
+        if [*pairs] == [*known] and all(map(is_, pairs.values(), known.values())):
+            continue
+        former = {id(known[key]): given[key] for key in known}
+        changed = {key: former.get(id(value), value) for key, value in pairs.items()}
+        given.clear()
+        (given.extend if is_list else given.update)(changed.values() if is_list else changed)
+
+
+def _map_parts(
+    fn: Callable[[torch.Tensor], torch.Tensor], node: Any, found: list[tuple[Any, Any]]
+) -> Any:
     if isinstance(node, torch.Tensor):
         return fn(node)
     if isinstance(node, _ATOMS):
@@ -58,10 +98,13 @@ def _map_parts(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
     )
     if len(parts) == 1 and parts[0] is node:
         return node
-    mapped = [_map_parts(fn, part) for part in parts]
+    mapped = [_map_parts(fn, part, found) for part in parts]
     if all(map(is_, mapped, parts)):
         return node
-    return optree.tree_unflatten(spec, mapped)
+    copy: Any = optree.tree_unflatten(spec, mapped)
+    if type(node) in (list, dict):
+        found.append((node, copy))
+    return copy
 
 
 def find_tensors(tree: Any) -> tuple[list[torch.Tensor], bool]:

@@ -76,9 +76,9 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
 
 def cast_gathered(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The inputs in the dtype to compute in; an outermost call's end a frozen unit's backward."""
-    inputs = None
+    inputs, active = None, unit.engine.schedule.active
     if unit.mp.param_dtype is not None:
-        inputs = cast_inputs(unit.mp, args, kwargs, len(unit.engine.schedule.active) == 1)
+        inputs = cast_inputs(unit.mp, args, kwargs, len(active) == 1, unit.run)
     if unit.links.trained or not torch.is_grad_enabled() or unit.run.calls > 1:
         return inputs
     return bound_inputs(unit, inputs or (args, kwargs))

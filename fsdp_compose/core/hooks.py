@@ -19,6 +19,7 @@ from fsdp_compose.base.torch_private import (
     untraced_itself,
 )
 from fsdp_compose.base.torch_stack import count_modes, in_selective, outside_selective
+from fsdp_compose.base.tree import give_back_edits
 from fsdp_compose.core.forward import NORMAL, Mode
 from fsdp_compose.core.guards.added_parameters import check_copy
 from fsdp_compose.core.guards.callers import allow_script, check_caller, is_foreign, refuse_script
@@ -72,6 +73,8 @@ def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     engine = unit.engine
     if not unit.run.modes or (engine.thread != get_ident() and is_foreign(engine)):
         return None  # it was refused before it began, or cleared away with what failed
+    if unit.run.copied:
+        give_back_edits(unit.run.copied, len(unit.run.modes))
     return unit.run.modes.pop().leave(unit, module, output)
 
 
@@ -97,9 +100,7 @@ def choose_mode(unit: Unit, module: nn.Module) -> Mode:
 def call_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``function`` as if it were ``module``'s forward, which must be a unit's."""
     try:
-        changed = before_forward(module, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
+        args, kwargs = before_forward(module, args, kwargs) or (args, kwargs)
         output = function(*args, **kwargs)
     except BaseException:
         after_forward(module, args, None)

@@ -54,6 +54,7 @@ class Run:
 
     calls: int = 0  # forwards of its modules that are running
     modes: list[Any] = field(default_factory=list)  # of these calls, see hooks.py
+    copied: list[Any] = field(default_factory=list)  # of what these calls were given
     showing: Sequence[torch.Tensor] | None = None  # what its modules read, by entry
     finished: dict[int, Backward] = field(default_factory=dict)  # modules that ran since it opened
     live: Live | None = None
@@ -98,9 +99,7 @@ class Checks:
     """What the guards remember about a unit."""
 
     warned: set[str] = field(default_factory=set)
-    unready_buffers: list[tuple[str, Slot, UnwrittenMark]] = field(
-        default_factory=list
-    )  # to be loaded
+    unready_buffers: list[tuple[str, Slot, UnwrittenMark]] = field(default_factory=list)  # to load
     left_alone: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # ignored, by id
     groupless: bool = False  # mesh=None meant this rank alone: there was no process group
     copies: int = 0  # deep copies made of it

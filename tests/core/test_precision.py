@@ -236,3 +236,45 @@ def test_a_converted_buffer_stays_what_it_was_made() -> None:
             assert model.scale.dtype is torch.float64
 
     simulate_ranks(check, 2)
+
+
+class Collecting(nn.Module):
+    """Edits the containers that it is given, as for auxiliary losses and a cache."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3).requires_grad_(trained)
+
+    def forward(self, x: Tensor, given: dict[str, Any], states: list[Tensor]) -> Tensor:
+        y: Tensor = self.inner(x)
+        given["losses"].append(y.float().square().mean())
+        given.pop("first", None)
+        states[0] = states[0] * 2
+        states.insert(0, y)
+        return y
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_lists_that_a_forward_adds_to(trained: bool) -> None:
+    """Their tensors are cast for the forward, or need gradients; the caller finds what is new."""
+
+    def collect(options: dict[str, Any] | None) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        blocks = [Collecting(trained) for _ in range(3)]
+        for block in blocks if options is not None else ():
+            fc.fully_shard(block, **options)
+        x, kept = torch.ones(2, 3, requires_grad=True), torch.ones(1)
+        given: dict[str, Any] = {"first": kept, "losses": [], "kept": kept}
+        states = [torch.zeros(1), x]
+        y = x
+        for block in blocks:
+            y = block(y, given, states=states)
+        assert given["kept"] is kept and states[-1] is x
+        sum(given["losses"], y.sum()).backward()
+        numbers = [round(float(s.detach().float().sum()), 1) for s in states]
+        return list(given), len(given["losses"]), numbers, round(float(x.grad.sum()), 1)
+
+    wanted = collect(None)
+    assert wanted[1] == 3
+    for options in ({}, {"mp_policy": MixedPrecision(BF16)}):
+        assert collect(options) == wanted

@@ -83,5 +83,8 @@ def bound_inputs(unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     outputs = Boundary.apply(weakref.ref(unit), *needing.values())
     unit.checks.bound_at = made_at(outputs[0].grad_fn)
     replaced = dict(zip(needing, outputs, strict=True))
-    found: tuple[Any, Any] = map_tensors(lambda tensor: replaced.get(id(tensor), tensor), inputs)
+    run = unit.run
+    found: tuple[Any, Any] = map_tensors(
+        lambda tensor: replaced.get(id(tensor), tensor), inputs, run.copied, len(run.modes)
+    )
     return found

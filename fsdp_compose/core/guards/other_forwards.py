@@ -84,7 +84,7 @@ def _cast_opened(unit: Unit, args: Any, kwargs: Any) -> Any:
     opened, active = unit.opened, unit.engine.schedule.active
     assert opened is not None
     is_outermost = len(active) == int(opened.for_call)  # a scope's forward is not among them
-    return None if opened.stored else cast_inputs(unit.mp, args, kwargs, is_outermost)
+    return None if opened.stored else cast_inputs(unit.mp, args, kwargs, is_outermost, unit.run)
 
 
 def _leave_opened(unit: Unit, module: nn.Module, output: Any) -> Any:
@@ -217,7 +217,7 @@ def _enter_again(unit: Unit, module: nn.Module) -> None:
 
 def _cast_again(unit: Unit, args: Any, kwargs: Any) -> Any:
     """The inputs of a further forward of a unit, which is not the outermost."""
-    return cast_inputs(unit.mp, args, kwargs, False)
+    return cast_inputs(unit.mp, args, kwargs, False, unit.run)
 
 
 def _leave_again(unit: Unit, module: nn.Module, output: Any) -> Any:
