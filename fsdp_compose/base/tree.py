@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import gc
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, ValuesView
 from operator import is_
 from types import (
@@ -30,6 +31,7 @@ import torch
 from fsdp_compose.base.process import here
 
 _NAMESPACE = "fsdp_compose"
+_EDITED = (list, dict, OrderedDict, defaultdict)  # what forwards may edit where they are given it
 _ATOMS = (
     *(str, bytes, int, float, complex, bool, type(None)),
     *(torch.dtype, torch.device, type, ModuleType),
@@ -102,7 +104,7 @@ def _map_parts(
     if all(map(is_, mapped, parts)):
         return node
     copy: Any = optree.tree_unflatten(spec, mapped)
-    if type(node) in (list, dict):
+    if type(node) in _EDITED:
         found.append((node, copy))
     return copy
 

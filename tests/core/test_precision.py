@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -254,8 +255,8 @@ class Collecting(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_lists_that_a_forward_adds_to(trained: bool) -> None:
+@pytest.mark.parametrize(("trained", "kind"), [(False, OrderedDict), (True, dict)])
+def test_lists_that_a_forward_adds_to(trained: bool, kind: type) -> None:
     """Their tensors are cast for the forward, or need gradients; the caller finds what is new."""
 
     def collect(options: dict[str, Any] | None) -> tuple[Any, ...]:
@@ -264,7 +265,7 @@ def test_lists_that_a_forward_adds_to(trained: bool) -> None:
         for block in blocks if options is not None else ():
             fc.fully_shard(block, **options)
         x, kept = torch.ones(2, 3, requires_grad=True), torch.ones(1)
-        given: dict[str, Any] = {"first": kept, "losses": [], "kept": kept}
+        given: dict[str, Any] = kind({"first": kept, "losses": [], "kept": kept})
         states = [torch.zeros(1), x]
         y = x
         for block in blocks:
