@@ -164,12 +164,11 @@ def gather_parts(
         finish: called when the data has arrived: on an accelerator in the order of the current
             stream, elsewhere by ``wait``.
     """
-    total = whole.numel()
-    if group.pg is None or total == 0:
+    if group.pg is None or not whole.numel():
         return Exchange()
     nbytes, traffic, transport = own.numel(), here.traffic, transport_of(group)
     traffic.gathers += 1
-    traffic.gather_bytes += total - nbytes
+    traffic.gather_bytes += whole.numel() - nbytes
     call, heads = _open(group, transport, purpose, nbytes, caller, own)
     started = transport.gather(whole, parts, own, call)
     if group.transport is not None:
