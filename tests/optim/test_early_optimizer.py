@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fsdp_compose as fc
+from fsdp_compose.optim.state_cut import check_state
 
 from harness import simulate_ranks
 from models import whole
@@ -44,7 +45,10 @@ def test_adagrad_built_before_fully_shard(way: Any) -> None:
                 m(torch.full((2, 3), 1.0 + step)).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
+        assert check_state(optims[1])  # where a scalar has a number of steps
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            sums = optims[1].state[mine]["sum"].to_local()
+            assert sums.untyped_storage().nbytes() == sums.nbytes  # nothing of the whole stays
             torch.testing.assert_close(whole(mine), theirs.detach())
             torch.testing.assert_close(
                 whole(optims[1].state[mine]["sum"]), optims[0].state[theirs]["sum"]

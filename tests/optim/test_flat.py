@@ -312,14 +312,15 @@ def test_module_to_is_followed(way: str) -> None:
         made = twin(rank, 2, way, "sgd")
         leaves = WAYS[way](made.model)
         made.train(steps=1)
-        made.model.float()
-        made.optim.state.clear()
-        square(made.model, data(0, rank, dtype=torch.float32)).backward()
-        assert all(p.dtype == torch.float32 == p.grad.dtype for p in leaves)
-        before = [whole(p) for p in made.model.parameters()]
-        made.optim.step()
-        for p, old in zip(made.model.parameters(), before):
-            assert not torch.equal(whole(p), old)
+        for change in (nn.Module.float, lambda model: model._apply(torch.clone)):
+            change(made.model)
+            made.optim.state.clear()
+            square(made.model, data(0, rank, dtype=torch.float32)).backward()
+            assert all(p.dtype == torch.float32 == p.grad.dtype for p in leaves)
+            before = [whole(p) for p in made.model.parameters()]
+            made.optim.step()
+            for p, old in zip(made.model.parameters(), before):
+                assert not torch.equal(whole(p), old)
 
     run_ranks(ranks)
 

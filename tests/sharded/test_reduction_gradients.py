@@ -49,6 +49,8 @@ def test_equal_extremes_share_a_gradient(world: int, dtype: torch.dtype) -> None
     def ranks(rank: int) -> None:
         for reduce in EXTREMES.values():
             compare(reduce, [2.0, 2.0, -2.0, 1.0, 2.0, -2.0, 2.0, -2.0, 2.0], dtype)
+        for name in ("max", "min"):
+            compare(EXTREMES[name], [1.0, math.nan, 2.0, -1.0, math.nan], dtype)
 
     run_ranks(ranks, world)
 
