@@ -22,7 +22,7 @@ from fsdp_compose import (
 from fsdp_compose.core.state import iter_units
 
 from harness import run_ranks, simulate_ranks
-from models import WIDTH, seeded, sgd
+from models import WIDTH, seeded, sgd, whole
 
 WAYS: dict[str, dict[str, Any]] = {
     "released": {},
@@ -255,6 +255,38 @@ def test_a_backward_of_the_penalty_alone() -> None:
         assert [count.calls for count in counts] == [6, 6]
 
     simulate_ranks(ranks)
+
+
+def test_a_backward_inside_ends_no_wait() -> None:
+    """What is held of a gradient waits for the end of the outermost backward."""
+
+    class Between(torch.autograd.Function):
+        """Trains the second layer in its backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+            ctx.layer = layer
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            with torch.enable_grad():
+                ctx.layer(torch.ones_like(grad)).sum().backward()
+            return grad, None
+
+    plain = seeded(Pair)
+    model = shard(seeded(Pair))
+    found: list[list[Tensor]] = []
+    for each in (plain, model):
+        seen: list[Tensor] = []
+        each.first.weight.register_hook(seen.append)
+        y = Between.apply(each(batch(0, 0), both=False), each.second)
+        (y.sum() + each.first.weight.square().sum()).backward()
+        found.append([*seen, each.first.weight.grad, each.second.weight.grad])
+    wanted, mine = found
+    assert len(mine) == len(wanted) == 3
+    for grad, other in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(whole(grad), other)
 
 
 def test_inside_no_sync_the_penalty_does_not_wait() -> None:
