@@ -101,7 +101,7 @@ def _over(partial: Tensor, op: str, group: Group, purpose: str) -> Tensor:
     shape, vector = partial.shape, partial.reshape(-1)
     if vector.dtype == torch.bool:
         vector = vector.to(torch.uint8)
-    if op in ("max", "min") and compares(vector, group) and not _is_recorded(partial):
+    if op in ("max", "min") and compares(vector, group):  # none is recorded
         return _extreme_over(vector, op, group, purpose).to(partial.dtype).reshape(shape)
     ranks = GatherRanks.apply(vector, group, purpose)
     # For max and min too, because a collective's own maximum may lose a NaN.
