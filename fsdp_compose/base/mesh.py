@@ -195,8 +195,8 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> tuple[Group, Gr
     )
 
 
-_GLOO_ENDS = 0.1
-"""Seconds; a thread that may run gets its turn on a processor within them."""
+_GLOO_ENDS = 0.25
+"""Seconds; a thread that may run gets its turn within them, on a loaded machine too."""
 
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[
