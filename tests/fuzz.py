@@ -25,11 +25,14 @@ from typing import IO, Any
 
 import fuzz_autograd  # noqa: F401 - its operations
 import fuzz_calls  # noqa: F401 - its operations
+import fuzz_failures  # noqa: F401 - its operations
 import fuzz_losses  # noqa: F401 - its operations
 import fuzz_phases  # noqa: F401 - its operations
+import fuzz_starts  # noqa: F401 - its operations
 import fuzz_surgery  # noqa: F401 - its operations
 import torch
 import torch.distributed as dist
+from fuzz_options import shard
 
 import fsdp_compose as fc
 from fsdp_compose.base import mesh
@@ -47,7 +50,7 @@ from fsdp_compose.simulation import (
     simulate,
 )
 
-from fuzz_operations import Run, make_optimizer, operations, shard
+from fuzz_operations import Run, make_optimizer, operations
 from fuzz_programs import (
     Case,
     OnPurpose,
@@ -126,7 +129,8 @@ def run_seeds(rank: int, world: int, seeds: Sequence[int], progress: IO[bytes]) 
 
 def failure_of(case: Case, seed: int = 0) -> str | None:
     """What goes wrong in ``case`` where events come in the order of ``seed``; None if nothing."""
-    faults = [] if case.fault is None else [case.fault]
+    late = [fault for fault in case.late if fault.rank < case.world]
+    faults = late if case.fault is None else [case.fault, *late]
     try:
         with groups_named(case.backend):
             simulate(lambda: run_case(dist.get_rank(), case), case.world, seed=seed, faults=faults)
@@ -187,6 +191,8 @@ def judge(case: Case, error: SimulationError) -> str | None:
         # An operation that swallows errors goes on behind the fault, with ranks at odds.
         swallowed = isinstance(case.fault, LoseMessage | RaiseError)
         differs = "ranks run different units" in str(found)
+        # It compares what the fault left half done on this rank,
+        differs |= rank == case.fault.rank and isinstance(found, AssertionError)
         # or where ranks that compared notes lost one, whose units are freed by the next forward
         at_odds = swallowed and (differs or "is still held: {<Hold.RETAINED" in str(found))
         if not (own and rank == case.fault.rank) and not at_odds and not is_ours(found):

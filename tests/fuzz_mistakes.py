@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fuzz_options import is_ignored, shard, spreads
 from torch import Tensor, nn
 
 import fsdp_compose as fc
@@ -19,7 +20,6 @@ from fuzz_operations import (
     operation,
     recomputes,
     recomputes_reentrantly,
-    shard,
     skipping,
     spare_leaves,
 )
@@ -73,7 +73,7 @@ def hears_at_once(case: Case) -> bool:
     over two meshes end their steps in two groups, and each rank may wait in another; so they may
     where units are gathered again in smaller groups (``release``).
     """
-    in_one_group = case.strategy != HYBRID[2] and not case.mixed and case.release != 2
+    in_one_group = case.strategy != HYBRID[2] and not case.mixed and not spreads(case)
     return case.backend == "gloo" and in_one_group
 
 
@@ -302,6 +302,8 @@ def _write_on_each_rank(run: Run, n: int, seed: int) -> None:
     alone = run.rank == n % run.case.world
     if run.case.world == 1 or not hears_at_once(run.case):
         return
+    for model in run.both:
+        model.zero_grad()
     run.twin.train_on(seed)
     if not param.numel() or all(p.grad is None for p in run.twin.reference.parameters()):
         return  # every write is the same, or no step compares anything
@@ -322,6 +324,8 @@ def _step_with_own_settings(run: Run, n: int, seed: int) -> None:
     optim, plain = run.twin.optim, run.twin.plain_optim
     if optim is None or plain is None or run.case.world == 1 or not hears_at_once(run.case):
         return
+    for model in run.both:
+        model.zero_grad()  # else a gradient of before may be all there is
     run.twin.train_on(seed)
     stepped = [p for group in plain.param_groups for p in group["params"]]
     if not any(p.grad is not None and p.numel() for p in stepped):
@@ -362,18 +366,20 @@ def fc_numel(param: Tensor) -> int:
 def _start_with_other_weights(run: Run, n: int, seed: int) -> None:
     """Ranks that start with other weights are told, or take those of rank 0."""
     model = seeded(lambda: build(run.case.tree))
-    wanted = [p.detach().clone() for p in model.parameters()]
+    left = {id(leaf.weight) for leaf in model.modules() if is_ignored(leaf)}
+    wanted = [p.detach().clone() for p in model.parameters() if id(p) not in left]
     if run.rank == n % run.case.world:
         with torch.no_grad():
             for param in model.parameters():
-                param.add_(1.0)
+                param.add_(id(param) not in left)
     differs = run.case.world > 1 and any(value.numel() for value in wanted)
     if n % 2:
         expect_error(run, "differs between", differs, lambda: shard(run.case, model))
         return
     shard(run.case, model, init="broadcast")
     if run.case.world > 1 and n % run.case.world:
-        for (name, found), value in zip(model.named_parameters(), wanted):
+        named = [(name, p) for name, p in model.named_parameters() if id(p) not in left]
+        for (name, found), value in zip(named, wanted, strict=True):
             run.compare(name, run.whole(found), value)
 
 

@@ -8,33 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fuzz_options import is_ignored, shard
 from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import (
-    MixedPrecision,
-    Offload,
-    Prefetch,
     ShardedWeightError,
-    ShardingStrategy,
-    fully_shard,
-    wrap,
 )
-from fsdp_compose.base.policy import Init
 from fsdp_compose.scopes.switches import Keep
 
 from fuzz_programs import (
-    BYTES,
-    HYBRID,
     Case,
     LeafModule,
     NodeModule,
     leaves_units_kept,
     nodes,
-    spec_of,
 )
 from fuzz_twin import Batched, penalised_losses
-from models import assert_at_rest, compare, mesh_of_replicas, units, whole
+from models import assert_at_rest, compare, units, whole
 
 
 def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -44,55 +35,6 @@ def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Opt
         return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
     # A large epsilon: AdamW's step is the sign of a gradient that is all rounding.
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.2, eps=1e-2, foreach=name == "adamw")
-
-
-RELEASING = ("FULL_SHARD", "HYBRID_SHARD")
-
-
-def shard(case: Case, model: nn.Module, init: Init = "verify") -> nn.Module:
-    """Shard ``model`` as ``case`` says."""
-    chosen = [m for m in model.modules() if (spec := spec_of(m)) is not None and spec.unit]
-    inside = [m for m in chosen if m is not model]
-    if case.mixed and inside and not _shares(inside[-1], model):
-        _shard_one(case, inside[-1], case.mixed, [], init)
-        inside = inside[:-1]
-    pair = [m for m in model.children_ if isinstance(m, LeafModule)][:2]
-    shares = any(_shares(leaf, model) or leaf in chosen for leaf in pair)
-    if case.grouped and len(pair) == 2 and not shares:
-        _shard_one(case, pair, case.strategy, [], init)
-    return _shard_one(case, model, case.strategy, inside, init)
-
-
-def _shares(part: nn.Module, model: nn.Module) -> bool:
-    """Whether ``part`` has parameters that the rest of ``model`` has too."""
-    own, within = {id(p) for p in part.parameters()}, set(map(id, part.modules()))
-    others = [m for m in model.modules() if id(m) not in within]
-    return any(id(p) in own for m in others for p in m.parameters(recurse=False))
-
-
-def _shard_one(
-    case: Case, module: Any, strategy: str, inside: list[nn.Module], init: Init
-) -> nn.Module:
-    chosen = set(map(id, inside))
-    sharers = case.world // 2 if strategy in HYBRID else case.world
-    fits = strategy in RELEASING and (case.release != 2 or (sharers > 2 and sharers % 2 == 0))
-    return fully_shard(
-        module,
-        mesh=mesh_of_replicas(2, sharers) if strategy in HYBRID else None,
-        units=wrap.by_fn(lambda _, m: id(m) in chosen) if chosen else None,
-        strategy=ShardingStrategy[strategy],
-        reshard_after_forward=case.release if fits else None,
-        prefetch=Prefetch(*case.prefetch),
-        granularity=case.granularity,
-        static_buffers=case.static or False,
-        mp_policy=MixedPrecision(
-            param_dtype=getattr(torch, case.compute) if case.compute else None,
-            reduce_dtype=getattr(torch, case.reduce) if case.reduce else None,
-            gather_codec=BYTES if case.codec else None,
-        ),
-        offload_policy=Offload(**dict.fromkeys(case.offload, True), pin_memory=False),
-        init=init,
-    )
 
 
 @dataclass(eq=False)
@@ -109,7 +51,9 @@ class Run:
         return self.twin.model, self.twin.reference
 
     def name_of(self, n: int) -> str:
-        names = [name for name, _ in self.twin.model.named_parameters()]
+        left = {id(m.weight) for m in self.twin.model.modules() if is_ignored(m)}
+        named = list(self.twin.model.named_parameters())
+        names = [name for name, param in named if id(param) not in left] or [named[0][0]]
         return names[n % len(names)]
 
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
@@ -119,6 +63,10 @@ class Run:
         """Both compute the same on this rank's batch."""
         ours, theirs = (model(self.twin.input(seed)) for model in self.both)
         self.compare("output", ours, theirs)
+
+    def infer_without_gradients(self, seed: int) -> None:
+        with torch.no_grad():
+            self.infer(seed)
 
     def whole(self, tensor: Tensor) -> Tensor:
         return whole(tensor)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fuzz_options import is_ignored
 from torch import Tensor, nn
 
 import fsdp_compose as fc
@@ -192,7 +193,8 @@ def _nested_scopes(run: Run, n: int, seed: int) -> None:
     """A scope over a part, in which a weight is written, around one over the model."""
     parts = [list(model.modules()) for model in run.both]
     chosen = n % len(parts[0])
-    names = [name for name, _ in parts[0][chosen].named_parameters()]
+    left = {id(m.weight) for m in run.twin.model.modules() if is_ignored(m)}  # each rank's own
+    names = [name for name, p in parts[0][chosen].named_parameters() if id(p) not in left]
     if not names:
         return
     name = names[n % len(names)]

@@ -51,6 +51,7 @@ class Leaf:
     frozen: bool = False
     tie: int | None = None  # to the n-th leaf before of the same kind and dtype, if there is one
     unit: bool = False
+    ignored: str = ""  # "module" or "parameter": what of it ``fully_shard`` is to leave alone
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ class Case:
     reduce: str = ""  # the dtype in which gradients travel, where it is another
     codec: bool = False  # weights travel as bytes that a codec makes
     grouped: bool = False  # the first two leaves of the outermost module are one unit
+    layout: str = ""  # how parameters lie in buckets: one of ``LAYOUTS``
+    transport: str = ""  # how data travels, where the kind of group does not decide: ``TRANSPORTS``
+    deterministic: int | None = None
+    late: tuple[Fault, ...] = ()  # what is delayed beside ``fault``
 
 
 FIRST_OPS = (
@@ -116,8 +121,12 @@ LATER_OPS = (
     "functional gradient", "product", "several roots", "clip by value", "save behind",
     "load from one", "unshard a part", "own gradients",
 )  # fmt: skip
-"""Drawn by a generator of their own: programs of before keep the operations that they had."""
-OPS = FIRST_OPS + LATER_OPS
+LATEST_OPS = (
+    "from meta", "same bits", "traceable", "stages", "plain meanwhile", "other forms",
+    "fail anywhere",
+)  # fmt: skip
+"""Drawn by generators of their own: programs of before keep the operations that they had."""
+OPS = FIRST_OPS + LATER_OPS + LATEST_OPS
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO1")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
 OPTIMIZERS = ("sgd", "decayed sgd", "adamw", "adamw for-loop")
@@ -299,6 +308,10 @@ def leaves(tree: Spec) -> list[Leaf]:
     return [leaf for child in tree.children for leaf in leaves(child)]
 
 
+def is_all_ignored(tree: Node) -> bool:
+    return all(leaf.ignored for leaf in leaves(tree))
+
+
 # Drawing
 
 
@@ -306,6 +319,8 @@ WORLDS = (2, 2, 3, 2, 4, 2, 2, 3, 2, 5, 2, 2, 4, 2, 3, 2, 6, 2, 1, 4, 2, 3, 2, 7
           4, 2, 2, 12, 2, 3, 2, 4, 2, 16)  # fmt: skip
 """Sizes of worlds, in turn: most of what goes wrong needs two ranks, and those are cheap."""
 LARGE = 8
+LAYOUTS = ("backwards", "gaps", "last rank")
+TRANSPORTS = ("pairs", "summing", "one by one", "own")
 
 
 def world_of(seed: int) -> int:
@@ -345,7 +360,8 @@ def draw(seed: int, world: int, with_fault: bool = False) -> Case:
         mixed=_draw_mixed(rng, world, hybrid),
         static=rng.choice((2, 3)) if rng.random() < 0.15 else 0,
     )
-    return _draw_later(first, random.Random(f"later {seed} {world}"))
+    case = _draw_later(first, random.Random(f"later {seed} {world}"))
+    return _draw_latest(case, random.Random(f"latest {seed} {world}"))
 
 
 def _draw_later(case: Case, rng: random.Random) -> Case:
@@ -361,6 +377,48 @@ def _draw_later(case: Case, rng: random.Random) -> Case:
         codec=rng.random() < 0.1 and HYBRID[2] not in (case.strategy, case.mixed),
         grouped=rng.random() < 0.15,
     )
+
+
+def _draw_latest(case: Case, rng: random.Random) -> Case:
+    """As ``_draw_later``, what came after that; every other program is as before."""
+    if rng.random() < 0.5:
+        return case
+    ops = list(case.ops)
+    for _ in range(rng.choice((0, 1, 2))):
+        ops.insert(rng.randint(0, len(ops)), (rng.choice(LATEST_OPS), rng.randrange(240)))
+    tree = _ignore(case.tree, rng) if rng.random() < 0.3 else case.tree
+    sharers = case.world // 2 if case.strategy in HYBRID else case.world
+    parts = [part for part in range(2, sharers) if sharers % part == 0]
+    release = case.release
+    if case.strategy in ("FULL_SHARD", "HYBRID_SHARD") and parts and rng.random() < 0.5:
+        release = rng.choice(parts)
+    return replace(
+        case,
+        ops=tuple(ops),
+        tree=case.tree if is_all_ignored(tree) else tree,
+        layout=rng.choice(LAYOUTS) if rng.random() < 0.2 else "",
+        transport=rng.choice(TRANSPORTS) if rng.random() < 0.2 else "",
+        release=release,
+        late=tuple(_draw_delay(rng, case.world) for _ in range(rng.choice((0, 0, 0, 3, 9)))),
+    )
+
+
+def _ignore(node: Node, rng: random.Random) -> Node:
+    """Have some leaves be ignored and not trained."""
+    children = tuple(
+        _ignore(child, rng)
+        if isinstance(child, Node)
+        else replace(child, ignored=rng.choice(("module", "parameter")), frozen=True, tie=None)
+        if rng.random() < 0.3
+        else child
+        for child in node.children
+    )
+    return replace(node, children=children)
+
+
+def _draw_delay(rng: random.Random, world: int) -> Fault:
+    kind = rng.choice((DelayMessage, DelayMessage, DelayRank))
+    return kind(rng.randrange(world), int(2 ** rng.uniform(2, 10)), rng.choice((0.1, 1.0, 20.0)))
 
 
 def _restyle(node: Node, rng: random.Random) -> Node:
@@ -421,13 +479,14 @@ def smaller(case: Case) -> Iterator[Case]:
         for start in range(0, len(case.ops), size) if size else ():
             yield replace(case, ops=case.ops[:start] + case.ops[start + size :])
     for tree in _smaller_trees(case.tree):
-        if isinstance(tree, Node):
+        if isinstance(tree, Node) and not is_all_ignored(tree):
             yield replace(case, tree=tree)
     for name, value in (
         ("fault", None), ("backend", "gloo"), ("world", 2), ("strategy", "FULL_SHARD"),
         ("prefetch", (0, 0)), ("granularity", 1), ("release", None), ("optimizer", "sgd"),
         ("compute", ""), ("offload", ()), ("reordered", False), ("mixed", ""), ("static", 0),
-        ("reduce", ""), ("codec", False), ("grouped", False),
+        ("reduce", ""), ("codec", False), ("grouped", False), ("layout", ""), ("transport", ""),
+        ("deterministic", None), ("late", ()),
     ):  # fmt: skip
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
@@ -447,7 +506,9 @@ def _smaller_trees(spec: Spec) -> Iterator[Spec]:
     if spec.unit:
         yield replace(spec, unit=False)
     if isinstance(spec, Leaf):
-        for name, value in (("tie", None), ("frozen", False), ("dtype", "float64")):
+        for name, value in (
+            ("ignored", ""), ("tie", None), ("frozen", False), ("dtype", "float64"),
+        ):  # fmt: skip
             if getattr(spec, name) != value:
                 yield replace(spec, **{name: value})
         return

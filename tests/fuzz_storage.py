@@ -92,8 +92,8 @@ def _save(run: Run, n: int, seed: int) -> None:
 def _fresh_optimizer(run: Run) -> Any:
     if run.twin.optim is None:
         return None
-    params = [p for group in run.twin.optim.param_groups for p in group["params"]]
-    return make_optimizer(run.case.optimizer, params)
+    groups = [{"params": g["params"], "lr": g["lr"]} for g in run.twin.optim.param_groups]
+    return make_optimizer(run.case.optimizer, groups)  # type: ignore[arg-type]
 
 
 @operation("optimizer state")

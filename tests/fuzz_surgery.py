@@ -11,20 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from fuzz_options import RELEASING, is_ignored, shard
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import fsdp_compose as fc
 from fsdp_compose.base.process import here
 
-from fuzz_operations import RELEASING, Run, make_optimizer, operation, shard
+from fuzz_operations import Run, make_optimizer, operation
 from fuzz_programs import HYBRID, STRATEGIES, Case, Leaf, LeafModule, NodeModule, nodes
 from fuzz_storage import _folder
 from fuzz_twin import square_losses
 
 
 def leaf_modules(model: nn.Module) -> list[LeafModule]:
-    return [m for m in model.modules() if isinstance(m, LeafModule)]
+    """Those of ``model`` whose weights are sharded."""
+    return [m for m in model.modules() if isinstance(m, LeafModule) and not m.leaf.ignored]
 
 
 def _optimizers(run: Run) -> list[tuple[nn.Module, Any]]:
@@ -102,7 +104,7 @@ def _append_a_leaf(run: Run, n: int, seed: int) -> None:
 def _remove_a_child(run: Run, n: int, seed: int) -> None:
     """A module, with the units in it, is taken out."""
     found = [i for i, node in enumerate(nodes(run.twin.model)) if len(node.children_) > 1]
-    if not found:
+    if not found or any(map(is_ignored, run.twin.model.modules())):  # else those may be all
         return
     _clear(run)
     for model in run.both:
