@@ -302,8 +302,10 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
 
 
 def is_current(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
-    """Whether one backward may serve both forwards: the same train, and none was written since."""
-    return live.trained == trained and live.versions == read_versions(unit)
+    """Whether one backward may serve both forwards: the unit was held, or ran last, unchanged."""
+    passes = unit.engine.schedule.forward_order.current
+    is_next = len(unit.holds) > 1 or (bool(passes) and passes[-1][-1]() is unit)
+    return is_next and live.trained == trained and live.versions == read_versions(unit)
 
 
 class Gather(torch.autograd.Function):

@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compose import MixedPrecision, ShardingStrategy, fully_shard, wrap
+from fsdp_compose import (
+    MixedPrecision,
+    ShardingStrategy,
+    count_traffic,
+    fully_shard,
+    simulate,
+    wrap,
+)
 from fsdp_compose.report import plan
 
 from harness import fake_world, run_ranks
@@ -37,6 +45,16 @@ class Words(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.words(x) + self.places(torch.arange(x.shape[-1]))
         for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Looped(Words):
+    """Runs its blocks twice, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for block in (*self.blocks, *self.blocks):
             x = block(x)
         return self.head(self.norm(x))
 
@@ -193,6 +211,43 @@ def test_spread_units_take_no_more_than_fsdp2() -> None:
         assert len(above) <= 1 and all(a <= b + more + received for a, b in above)
         planned = found.memory.backward.total
         assert planned <= max(ours.most) <= 1.02 * planned
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_no_gradient_waits_for_an_earlier_call() -> None:
+    """Units that run again behind others take what they take once, and ``.grad`` of all of them."""
+    with fake_world(8):
+        mesh, model, words = init_device_mesh("cpu", (8,)), seeded(Looped).float(), torch.arange(2)
+        fully_shard(model, mesh=mesh, units=wrap.by_class({Block}))
+        ours = timeline(model, words)
+        theirs = timeline(shard_by_fsdp2(seeded(Looped).float(), mesh, True), words)
+        assert ours.names == theirs.names and max(ours.most) < 0.8 * max(theirs.most)
+        found = plan(model)
+        summed = sum(bucket.received_bytes for bucket in found.buckets)
+        assert max(ours.most) <= found.memory.backward.total + summed
+
+
+def test_calls_with_others_between_add_up() -> None:
+    """Each is gathered and reduced by itself, but for a unit that is kept gathered: all at once."""
+
+    def ranks() -> list[tuple[int, int]]:
+        plain, kept, released = (
+            seeded(lambda: nn.Sequential(a := Block(), b := Block(), a, a, b)) for _ in range(3)
+        )
+        xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+        plain(xs).square().mean().backward()
+        counts: list[tuple[int, int]] = []
+        for model in (released, kept):
+            is_released, units = model is released, wrap.by_class({Block})
+            fully_shard(model, units=units, reshard_after_forward=is_released)
+            with count_traffic() as traffic:
+                model(xs[dist.get_rank()]).square().mean().backward()
+            counts.append((traffic.gathers, traffic.reduces))
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        return counts
+
+    assert simulate(ranks, 2) == [[(5 + 4, 4), (2, 2)]] * 2
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
