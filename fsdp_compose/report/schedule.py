@@ -388,7 +388,7 @@ class _Player:
         schedule, ledger = self.schedule, self.ledger
         schedule.drop_prefetched()
         reached, bounded = _graph(self.events)
-        for event in reversed(self.events):
+        for event in _reverse(self.events):
             node = self.nodes[id(event.record)]
             ledger.at = ("backward", node.name)
             if event.use is not None:
@@ -437,6 +437,19 @@ def _node(record: Record) -> _Node:
     keeping = _Keeping(record.keep, record.reshard_after_backward)
     expected = Expected(is_read=not (record.is_unread and record.routes))
     return _Node(record, record.name, record.routes, record.prefetch, keeping, expected)
+
+
+def _reverse(events: Sequence[Event]) -> list[Event]:
+    """In backward's order: a unit that returned an inner one's output is reached after that one."""
+    found: list[Event] = []
+    around: list[Event] = []  # exits that wait for the one before them
+    for event in reversed(events):
+        if event.leaves and event.record.passes_on:
+            around.append(event)
+            continue
+        found += [event, *reversed(around)] if event.leaves else [*around, event]
+        around.clear()
+    return found
 
 
 def _graph(events: Sequence[Event]) -> tuple[set[int], set[int]]:

@@ -22,8 +22,9 @@ from fsdp_compose.construct.names import is_wrapped, walk_named
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.core.guards.units import modules_of
 from fsdp_compose.core.guards.unread_weights import default_of
-from fsdp_compose.core.state import Unit, owner_of
+from fsdp_compose.core.state import Unit, iter_units, owner_of
 from fsdp_compose.report.buckets import PlannedBucket, describe_bucket, describe_plan
+from fsdp_compose.scopes.participate import passes_on
 from fsdp_compose.sharded import Parallel
 
 
@@ -70,6 +71,7 @@ class Record:
     unshard_in_backward: bool | None
     prefetch: Prefetch
     static_buffers: int  # how many such units take turns in; 0: it has none
+    passes_on: bool  # its forward returns what a unit inside it returned
     forward_list: list[Record] | None = None
     backward_list: list[Record] | None = None
 
@@ -183,6 +185,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             unshard_in_backward=unit.switches.unshard_in_backward,
             prefetch=unit.prefetch,
             static_buffers=0 if unit.options is None else unit.options.buffers_in_turn,
+            passes_on=_passes_on(unit),
         )
     survey.records += records.values()
     _set_lists(units, records)
@@ -190,6 +193,17 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     _walk([module], survey, sharded)
     survey.buffer_bytes = sum(map(nbytes_of, module.buffers()))
     return survey
+
+
+def _passes_on(unit: Unit) -> bool:
+    """Whether a forward of the unit returns what a unit inside it returned, as far as is known."""
+    modules = [module for ref in unit.modules if (module := ref()) is not None]
+    return any(passes_on(unit, module, set(iter_units(module)) - {unit}) for module in modules)
+
+
+def _ends_in(heads: Set[int], module: nn.Module) -> bool:
+    """Whether ``module`` is known to return what one of ``heads``, by id, returned."""
+    return type(module) is nn.Sequential and len(module) > 0 and id(module[-1]) in heads
 
 
 def _add_buckets(
@@ -219,7 +233,7 @@ def _set_lists(units: Sequence[Unit], records: Mapping[int, Record]) -> None:
 
 def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Survey:
     """Describe a module that is to be sharded."""
-    survey = Survey()
+    survey, heads = Survey(), {id(module) for plan in plans for module in plan.modules}
     owned: dict[int, tuple[int, UnitPlan, str]] = {}  # by parameter: bucket, unit, name there
     for plan in plans:
         first = len(survey.buckets)
@@ -249,6 +263,7 @@ def survey_plans(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> Sur
                 unshard_in_backward=default_of(plan.modules),
                 prefetch=plan.options.prefetch,
                 static_buffers=plan.options.buffers_in_turn,
+                passes_on=any(_ends_in(heads, module) for module in plan.modules),
             )
         )
     _walk(modules, survey, set(owned))

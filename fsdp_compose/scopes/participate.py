@@ -108,15 +108,15 @@ def _run_body(
     held = [values[name] for values, name, _ in unit.links.places]
     linked = list({id(tensor): tensor for tensor in held if tensor.requires_grad}.values())
     inner = set(iter_units(module)) - {unit}
-    passes_on = bool(inner) and _passes_on(unit, module, inner)
-    if passes_on:
+    hands_on = bool(inner) and passes_on(unit, module, inner)
+    if hands_on:
         x = _join(unit, x, linked)
     if inner:
         if visits is None:
             visits = deque(_list_visits([u for u in list_nested(unit) if u in inner], unit))
         while visits and visits[0] in inner:
             x = _join_unit(visits, x)
-    return x if passes_on and x is not None else _join(unit, x, linked)
+    return x if hands_on and x is not None else _join(unit, x, linked)
 
 
 def _join(unit: Unit, x: torch.Tensor | None, linked: list[torch.Tensor]) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _join(unit: Unit, x: torch.Tensor | None, linked: list[torch.Tensor]) -> tor
     return joined
 
 
-def _passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:
+def passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:
     """Whether forward returns what a unit inside it returned, which backward then reaches first.
 
     The last backward tells; where there was none, ``nn.Sequential`` is known to.

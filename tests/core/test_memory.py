@@ -213,6 +213,22 @@ def test_spread_units_take_no_more_than_fsdp2() -> None:
         assert planned <= max(ours.most) <= 1.02 * planned
 
 
+def test_plan_knows_what_an_outer_unit_returns() -> None:
+    """Backward reaches the inner unit first, and gathers one for which the outer one has no use."""
+
+    def build() -> nn.Module:
+        group = lambda: nn.Sequential(Block(WIDTH), nn.Linear(WIDTH, WIDTH), Block(WIDTH))  # noqa: E731
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), group(), group(), group())
+
+    with fake_world(8):
+        units = wrap.by_class({Block, nn.Sequential})
+        before = plan(model := seeded(build).float(), units=units)
+        fully_shard(model, units=units)
+        most = max(timeline(model, torch.ones(1, WIDTH)).most)
+        planned = plan(model).memory.backward.total
+        assert planned == before.memory.backward.total and planned <= most <= 1.02 * planned
+
+
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 def test_no_gradient_waits_for_an_earlier_call() -> None:
     """Units that run again behind others take what they take once, and ``.grad`` of all of them."""
