@@ -160,7 +160,8 @@ class EngineWork:
     def is_complete(self, part: Arrival) -> bool:
         bucket, node, first = part.bucket, part.node, self.engine.schedule.forward_order.first
         unit = unit_of(bucket)
-        is_seen = bucket.residence.is_hooked or unit.post_reduce_hooks or bucket.mesh.microbatches
+        hooks = bucket.residence.is_hooked or unit.post_reduce_hooks or unit.switches.comm_hook
+        is_seen = hooks or bucket.mesh.microbatches  # by what is to have the whole of it
         is_part = node is not None and not node.ends_pass  # those of a forward may follow
         waits = is_seen or is_part or bucket.users.is_lent
         if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):

@@ -15,10 +15,13 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose import (
+    GradBucket,
     MixedPrecision,
     ShardingStrategy,
     count_traffic,
+    default_hook,
     fully_shard,
+    register_comm_hook,
     simulate,
     wrap,
 )
@@ -261,9 +264,17 @@ def test_calls_with_others_between_add_up() -> None:
             counts.append((traffic.gathers, traffic.reduces))
             for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-        return counts
+        register_comm_hook(released, calls := [], count_and_reduce)
+        released(xs[0]).sum().backward()
+        return [*counts, (len(calls), len(set(calls)))]
 
-    assert simulate(ranks, 2) == [[(5 + 4, 4), (2, 2)]] * 2
+    assert simulate(ranks, 2) == [[(5 + 4, 4), (2, 2), (2, 2)]] * 2
+
+
+def count_and_reduce(calls: list[str], grads: GradBucket) -> Tensor:
+    """A hook is to have the whole gradient, as one that adds noise or cuts it off."""
+    calls.append(grads.key)
+    return default_hook(calls, grads)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
