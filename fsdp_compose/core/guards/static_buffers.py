@@ -236,6 +236,6 @@ def _explain(unit: Unit, other: Unit, reason: Hold) -> str:
         f"{other.name!r} is in ({held}). Units with static_buffers= take turns in "
         f"{unit.options.buffers_in_turn} buffers; pass more, as static_buffers=4, or "
         "static_buffers=False for what is gathered at the same time: several units in one "
-        "checkpointed region, called by each other, called more than once in a forward, or kept by "
-        "a switch. For all weights at once use fsdp_compose.gathered(module), not unshard."
+        "checkpointed region, called by each other, or kept by a switch. For all weights at once "
+        "use fsdp_compose.gathered(module), not unshard."
     )
