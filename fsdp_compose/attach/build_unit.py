@@ -80,8 +80,9 @@ def initialise_values(plan: UnitPlan, meta: MetaValues) -> list[Value]:
         left = initialise(plan, plan.options.param_init_fn)
     except Exception as error:  # raised on every rank, once all units are built
         meta.problem = meta.problem or error
-    values = list(values_of(plan))
-    if plan.options.init == "broadcast":
+    is_broadcast = plan.options.init == "broadcast"
+    values = [*values_of(plan)] if meta.keys or is_broadcast else []
+    if is_broadcast:
         left.difference_update(id(value.tensor) for value in values if not _is_source(value))
         for mesh in dict.fromkeys(value.mesh for value in values if value.mesh is not None):
             broadcast_tensors([value.tensor for value in values if value.mesh == mesh], mesh)

@@ -38,6 +38,8 @@ def give_slice(entry: Entry, param: nn.Parameter) -> None:
 
 def rename_entry(entry: Entry, fqn: str, unit: str) -> None:
     """Name the parameter, and its gradient where that was given out, which ranks compare."""
+    if (entry.spec.fqn, entry.spec.unit) == (fqn, unit):
+        return
     entry.spec = replace(entry.spec, fqn=fqn, unit=unit)
     tag(entry.param, entry.spec)
     with raw():

@@ -68,7 +68,7 @@ def _group_parameters(
     plan: UnitPlan, promised: set[int]
 ) -> tuple[dict[_Kind, list[ParameterPlan]], torch.device | None]:
     """The unit's own parameters by what a bucket has one of, and their device if there are any."""
-    groups: dict[_Kind, list[ParameterPlan]] = {}
+    found: dict[tuple[torch.dtype, bool, tuple[Any, ...]], list[ParameterPlan]] = {}
     devices: dict[torch.device, str] = {}
     options = plan.options
     for item in plan.found:
@@ -91,13 +91,13 @@ def _group_parameters(
             )
         mp = precision_for(options.mp_policy, name, param)
         _check_gradient_dtype(plan, name, param, mp)
-        chosen = MixedPrecision(
-            mp.param_dtype,
-            mp.reduce_dtype,
-            keep_low_precision_grads=mp.keep_low_precision_grads,
-            gather_codec=mp.gather_codec if param.dtype.is_floating_point else None,
-        )
-        groups.setdefault((param.dtype, param.requires_grad, chosen), []).append(item)
+        codec = mp.gather_codec if param.dtype.is_floating_point else None
+        asked = (mp.param_dtype, mp.reduce_dtype, mp.keep_low_precision_grads, codec)
+        found.setdefault((param.dtype, param.requires_grad, asked), []).append(item)
+    groups: dict[_Kind, list[ParameterPlan]] = {}
+    for (storage, is_trained, (compute, reduce, keeps, codec)), items in found.items():
+        chosen = MixedPrecision(compute, reduce, keep_low_precision_grads=keeps, gather_codec=codec)
+        groups[storage, is_trained, chosen] = items
     return groups, next(iter(devices), None)
 
 
@@ -213,8 +213,11 @@ def _check_gradient_dtype(
     Raises:
         ValueError: saying by which option they are kept so.
     """
-    wanted, given = param.grad_dtype, mp.dtypes_for(param.dtype).grad
-    if param.requires_grad and wanted not in (None, param.dtype, given):
+    wanted = param.grad_dtype
+    if not param.requires_grad or wanted in (None, param.dtype):
+        return
+    given = mp.dtypes_for(param.dtype).grad
+    if wanted != given:
         raise ValueError(
             f"fully_shard: parameter {name!r} of unit {plan.name!r} has grad_dtype {wanted}, and "
             f"gradients of {param.dtype} parameters are kept in {given} here. They are reduced and "

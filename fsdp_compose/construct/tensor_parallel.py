@@ -21,7 +21,7 @@ from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Mesh, group_of, refuse_ended
 from fsdp_compose.base.strides import contiguous_strides, storage_order
-from fsdp_compose.base.torch_private import dtensor_spec, root_mesh
+from fsdp_compose.base.torch_private import dtensor_spec, parameter_slots, root_mesh
 from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, part_of, spec_of, split_axes
 
@@ -156,9 +156,10 @@ def tensor_parallel_groups(modules: Iterable[object]) -> list[Group]:
     """The groups of more than one rank over which parameters of the modules are split, if any."""
     found: dict[tuple[int, ...], Group] = {}
     for module in modules:
-        for param in module.parameters() if isinstance(module, nn.Module) else ():
-            for group in _groups_of(param):
-                found.setdefault(group.ranks, group)
+        for inner in module.modules() if isinstance(module, nn.Module) else ():
+            for param in parameter_slots(inner).values():
+                for group in () if param is None else _groups_of(param):
+                    found.setdefault(group.ranks, group)
     return [group for group in found.values() if group.size > 1]
 
 

@@ -126,7 +126,6 @@ def checksum(tensor: torch.Tensor) -> int:
 _CHUNK = 1 << 20  # words at a time, so that memory does not grow with the parameter
 
 
-@torch.no_grad()
 def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As ``checksum``, as a 0-dim tensor on the tensor's device."""
     plain = part_of(tensor).detach().resolve_conj().resolve_neg()
