@@ -163,7 +163,7 @@ class EngineWork:
         hooks = bucket.residence.is_hooked or unit.post_reduce_hooks or unit.switches.comm_hook
         is_seen = hooks or bucket.mesh.microbatches  # by what is to have the whole of it
         is_part = node is not None and not node.ends_pass  # those of a forward may follow
-        waits = is_seen or is_part or bucket.users.is_lent
+        waits = is_seen or is_part or bucket.users.is_lent or unit.graphs.recur
         if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):
             return False
         # The first of the forward is the last here, and waits until autograd frees its gradients.

@@ -126,6 +126,7 @@ class Graphs:
     readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Objects that live as long as graphs over its backward, which read its weights."""
     unread: list[weakref.ref[Any]] = field(default_factory=list)  # ``nodes`` that saved no weight
+    recur: bool = False  # one forward made several, as it called others between
     captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # captured.py
 
 

@@ -233,21 +233,19 @@ def test_plan_knows_what_an_outer_unit_returns() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-def test_no_gradient_waits_for_an_earlier_call() -> None:
-    """Units that run again behind others take what they take once, and ``.grad`` of all of them."""
+def test_units_called_again_take_no_more_than_fsdp2() -> None:
+    """With others between: gathered weights wait for no earlier call, one whole gradient does."""
     with fake_world(8):
         mesh, model, words = init_device_mesh("cpu", (8,)), seeded(Looped).float(), torch.arange(2)
         fully_shard(model, mesh=mesh, units=wrap.by_class({Block}))
         ours = timeline(model, words)
         theirs = timeline(shard_by_fsdp2(seeded(Looped).float(), mesh, True), words)
-        assert ours.names == theirs.names and max(ours.most) < 0.8 * max(theirs.most)
-        found = plan(model)
-        summed = sum(bucket.received_bytes for bucket in found.buckets)
-        assert max(ours.most) <= found.memory.backward.total + summed
+        assert ours.names == theirs.names
+        assert all(a <= b for a, b in zip(ours.most, theirs.most, strict=True))
 
 
 def test_calls_with_others_between_add_up() -> None:
-    """Each is gathered and reduced by itself, but for a unit that is kept gathered: all at once."""
+    """Each is gathered by itself, unless the unit is kept gathered, and all are reduced once."""
 
     def ranks() -> list[tuple[int, int]]:
         plain, kept, released = (
@@ -268,7 +266,7 @@ def test_calls_with_others_between_add_up() -> None:
         released(xs[0]).sum().backward()
         return [*counts, (len(calls), len(set(calls)))]
 
-    assert simulate(ranks, 2) == [[(5 + 4, 4), (2, 2), (2, 2)]] * 2
+    assert simulate(ranks, 2) == [[(5 + 4, 2), (2, 2), (2, 2)]] * 2
 
 
 def count_and_reduce(calls: list[str], grads: GradBucket) -> Tensor:

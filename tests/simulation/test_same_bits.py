@@ -86,6 +86,30 @@ def test_what_is_switched_changes_no_bit(switched: str) -> None:
         assert hashes(build, shard, seed) == wanted, f"variant {seed}"
 
 
+class Looped(nn.Module):
+    """Calls two layers in turn, three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.second(self.first(x).tanh()).tanh()
+        return x
+
+
+def test_units_that_are_called_again_keep_the_bits() -> None:
+    """Their gradients are added up over the calls first, whenever they are gathered."""
+    layers = fc.wrap.by_class({nn.Linear})
+    kept = {"strategy": ShardingStrategy.SHARD_GRAD_OP}
+    found = [
+        hashes(Looped, lambda model, chosen=chosen: fc.fully_shard(model, **chosen), seed)  # type: ignore[misc]
+        for seed, chosen in enumerate([{}, {"units": layers}, {"units": layers, **kept}])
+    ]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1
+
+
 def test_strategies_over_two_axes_agree() -> None:
     names = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIMIZER")
     found = [hashes(Tower, over_replicas(name), seed) for seed, name in enumerate(names)]
