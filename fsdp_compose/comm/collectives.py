@@ -27,6 +27,7 @@ from fsdp_compose.comm.heads import Heads as Heads
 from fsdp_compose.comm.heads import compare_heads, send_heads, tag_behind
 from fsdp_compose.comm.heads import hear as hear
 from fsdp_compose.comm.heads import tell as tell
+from fsdp_compose.comm.messages import end_messages as end_messages
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for

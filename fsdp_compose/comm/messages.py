@@ -152,6 +152,17 @@ def gather_in_turn(value: Any, groups: Iterable[Group], what: str) -> list[Any]:
     return found
 
 
+def end_messages(groups: Iterable[Group], what: str) -> None:
+    """Let go of messages over ``groups`` that ranks have given up: two rounds, see ``posted``.
+
+    Args:
+        groups: gloo's. Every rank of each must call.
+    """
+    for group in sorted(groups, key=lambda group: (group.size, group.ranks)):  # alike on all
+        if group.pg is not None and is_point_to_point(group):
+            gather_objects(None, group, what)
+
+
 def _compare_calls(calls: Sequence[str], ranks: Sequence[int]) -> None:
     for rank, call in zip(ranks, calls, strict=True):
         if call != calls[0]:

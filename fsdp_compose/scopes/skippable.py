@@ -303,6 +303,8 @@ class _Links:
         for engine in self.engines:
             recover(engine, restored)
             forget_orders(engine)  # some ranks may have run the step to its end
+        inner = {group for log in self.logs for group in log.inner_channels()}
+        comm.end_messages(inner, "skippable_step")
 
 
 def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list[Group]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,8 +24,8 @@ from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm.collectives import gather_objects, gather_parts
 from fsdp_compose.comm.transports import PAIRS
 
-from harness import rank_errors, run_ranks
-from models import seeded
+from harness import rank_errors, run_ranks, simulate_ranks
+from models import Block, by_block, data, mesh_of_replicas, seeded, square
 
 WIDTH = 96  # of a unit of 36 KiB, which malloc gives again at once
 
@@ -128,3 +130,66 @@ def test_a_gather_that_began_by_half_keeps_its_memory() -> None:
         assert all(bool((other == -5.0).all()) for other in others)
 
     run_ranks(ranks, 2)
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "released": dict,
+    "gathered again in pairs": lambda: {"reshard_after_forward": 2},
+    "state over all": lambda: {
+        "strategy": fc.ShardingStrategy.HYBRID_SHARD_OPTIMIZER,
+        "mesh": mesh_of_replicas(2, 2),
+    },
+}
+
+
+FAILURES = ("", False), ("", True), ("forward", True), ("backward", True)
+
+
+RAN = "ranks run different units"
+
+
+class Fragile(nn.Sequential):
+    """Fails on one rank, as ``fails`` says."""
+
+    fails = ""
+
+    def __init__(self) -> None:
+        super().__init__(Block(), Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+            if block is self[0] and dist.get_rank() == 1:
+                if self.fails == "backward":
+                    x.register_hook(self.fail)
+                elif self.fails:
+                    self.fail()
+        return x
+
+    def fail(self, *_: object) -> None:
+        self.fails = ""
+        raise ValueError("on one rank")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_leave_no_message_behind(way: str) -> None:
+    """Nor do those that fail on one rank and are run again, where ranks compare nothing."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Fragile), **WAYS[way]())
+        x = data(0, rank)
+        for model.fails, skips in FAILURES:
+            texts: list[str] = []
+            is_done = False
+            while not is_done:
+                skippable = fc.skippable_step(model) if skips else nullcontext()
+                try:
+                    with skippable as step:
+                        square(model, x).backward()
+                    is_done = step is None or not step.skipped
+                except (ValueError, RuntimeError) as error:
+                    texts.append(str(error))
+            assert all("on one rank" in text or RAN in text for text in texts) and len(texts) < 3
+            assert not here.posted
+
+    simulate_ranks(ranks, 4)

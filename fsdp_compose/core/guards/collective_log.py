@@ -165,6 +165,10 @@ class Log:
         sizes = [group.size for group in self.groups]
         return math.prod(sizes), len(sizes), self.groups[0].ranks if len(sizes) == 1 else ()
 
+    def inner_channels(self) -> set[Group]:
+        """The groups that data travels over, and over which nothing is compared."""
+        return {*self.channels}.difference(self.groups)
+
     def number_unit(self) -> int:
         """Give a new unit its number; its first step is compared before each collective."""
         self.units += 1
@@ -411,6 +415,8 @@ class Log:
     ) -> NoReturn:
         """Exchange the events over ``groups``, and raise with what differs first."""
         reports = self._exchange(groups, events)
+        if groups is self.groups:
+            comm.end_messages(self.inner_channels(), _RUNNING)
         done = [(rank, events) for rank, events, _ in reports]
         if explain_stepped(step, done) or differ_in_writes(done):  # which is told, and forgotten
             self._forget()
