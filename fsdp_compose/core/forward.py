@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.casts import cast_inputs, cast_output
+from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.streams import join_graph
 from fsdp_compose.base.torch_private import graph_task_id, next_node_number, saved_tensor_hooks
 from fsdp_compose.base.torch_stack import count_modes
 from fsdp_compose.core.autograd import is_current, view_parameters
-from fsdp_compose.core.gathering import install, install_leaves, take_over_changes
+from fsdp_compose.core.gathering import forget_inner, install, install_leaves, take_over_changes
 from fsdp_compose.core.guards.added_parameters import check_additions
 from fsdp_compose.core.guards.compared_units import did_ranks_differ
 from fsdp_compose.core.guards.forward_writes import find_writes, forget_written, raise_lost
@@ -207,6 +208,7 @@ def end_pass(unit: Unit, failed: bool) -> None:
                 end_step(engine, trained=False)
         if failed:
             guard_after_error(engine)
+            exhaust(map(forget_inner, engine.units if gathers else ()))
     schedule.eval_order = None
 
 

@@ -142,7 +142,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-FAILURES = ("", False), ("", True), ("forward", True), ("backward", True)
+FAILURES = ("", False), ("", True), ("forward", True), ("backward", True), ("forward", False)
 
 
 RAN = "ranks run different units"
