@@ -311,7 +311,6 @@ AT_ONCE = Transport(
     all_reduce=_all_reduce_at_once,
     exchange=_exchange_at_once,
     copies_own=True,
-    may_wait=False,
     gather_all=_gather_all_at_once,
     reduce_all=_reduce_all_at_once,
 )

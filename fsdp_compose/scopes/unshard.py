@@ -92,7 +92,11 @@ class UnshardHandle:
             if Hold.USER in unit.holds:
                 if not is_running(unit):
                     refresh_stale(unit)  # the parameters may have been written since ``unshard``
-                wait_gathered(unit)
+                try:
+                    wait_gathered(unit)
+                except BaseException:
+                    unit.engine.schedule.drop(unit, Hold.USER)
+                    raise
                 unit.engine.wait_for_host_reads()
                 _show(unit)
 

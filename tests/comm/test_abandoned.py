@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,10 +22,10 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm.collectives import gather_objects, gather_parts
-from fsdp_compose.comm.transports import PAIRS
+from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
 from harness import rank_errors, run_ranks, simulate_ranks
-from models import Block, by_block, data, mesh_of_replicas, seeded, square
+from models import Block, Tower, assert_at_rest, by_block, data, mesh_of_replicas, seeded, square
 
 WIDTH = 96  # of a unit of 36 KiB, which malloc gives again at once
 
@@ -60,6 +60,7 @@ def test_a_late_message_harms_no_memory() -> None:
         if rank == 0:
             with pytest.raises(RuntimeError):
                 fc.unshard(model)  # clears what the forward left
+            assert_at_rest(model)
             others = [torch.full((WIDTH, WIDTH), -5.0).double() for _ in range(64)]
             store.set("freed", "")
             store.wait(["sent"], timedelta(seconds=30))
@@ -193,3 +194,34 @@ def test_steps_leave_no_message_behind(way: str) -> None:
             assert not here.posted
 
     simulate_ranks(ranks, 4)
+
+
+def test_collectives_of_gloo_run_on_after_ranks_differed() -> None:
+    """They meet in the order in which they are called: none begins before its ranks are there."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), transport=AT_ONCE)
+        for left_out in (-1, 1, -1):
+            if rank == 1 and left_out >= 0:
+                with pytest.raises(KeyError), failing(model.blocks[left_out]):
+                    model(data(0, rank))
+            differ = pytest.raises(RuntimeError, match="ranks run different units")
+            with differ if left_out >= 0 else nullcontext():
+                square(model, data(0, rank)).backward()
+            model.zero_grad()
+
+    run_ranks(ranks, timeout=30.0)
+
+
+@contextmanager
+def failing(module: nn.Module) -> Iterator[None]:
+    """Scope in which a forward of ``module`` raises."""
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise KeyError("on this rank alone")
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
