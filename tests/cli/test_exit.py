@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import subprocess
 import sys
 import time
@@ -17,15 +15,14 @@ import torch
 from fsdp_compose import fully_shard
 from fsdp_compose.base import mesh
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import default_store
 from fsdp_compose.comm import waiting
 
-from harness import rank_errors, run_ranks, simulate_ranks
+from harness import run_ranks, simulate_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SENDS = """
-import sys, time
+START = """
+import time
 import torch
 import torch.distributed as dist
 from fsdp_compose import fully_shard
@@ -33,6 +30,10 @@ from fsdp_compose import fully_shard
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = fully_shard(torch.nn.Linear(4, 4))
+"""
+
+MESSAGES = """
+import sys
 
 class Late:
     def __del__(self):
@@ -48,36 +49,31 @@ while time.monotonic() < ends:
 """
 """A thread of gloo lets go of what was sent only when the interpreter is next free: at the end."""
 
+WATCHED = """
+from fsdp_compose.comm import waiting
+from fsdp_compose.base.torch_private import default_store
 
-def test_ranks_that_sent_messages_end_well(tmp_path: Path) -> None:
+def look(now):
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        default_store().set("key", "value")
+
+with waiting.waiting("test", [0]):
+    waiting.the_watch().look = look
+    time.sleep(waiting._POLL + 0.2)
+"""
+"""The thread that looks at waits is inside the store when the rank ends."""
+
+
+@pytest.mark.parametrize("work", [MESSAGES, WATCHED], ids=["messages", "watched"])
+def test_ranks_that_are_done_end_well(work: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SENDS)
+    script.write_text(START + work)
     command = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", script]
     done = subprocess.run(
         command, check=False, cwd=ROOT, text=True, capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_rank_whose_waits_are_looked_at_ends_well() -> None:
-    """The thread that looks at waits is inside the store when the rank ends."""
-
-    def look(now: float) -> None:
-        ends = time.monotonic() + 0.5
-        while time.monotonic() < ends:
-            default_store().set("key", "value")
-
-    def ranks(rank: int) -> None:
-        atexit._clear()
-        here.installed.discard(waiting._stop_at_exit)  # as in a process that forked from none
-        fully_shard(torch.nn.Linear(4, 4))
-        with waiting.waiting("test", [0]):
-            watch: Any = waiting.the_watch()
-            watch.look = look
-            time.sleep(waiting._POLL + 0.2)
-        ctypes.pythonapi.Py_Exit(0)  # as a script ends: Python shuts down, with its threads
-
-    assert rank_errors(ranks) == ["Died: exit status 0 without a result"] * 2
 
 
 def test_a_rank_gives_gloo_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
