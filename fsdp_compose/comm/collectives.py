@@ -31,10 +31,11 @@ from fsdp_compose.comm.messages import end_messages as end_messages
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
+from fsdp_compose.comm.posted import may_go_on
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
 from fsdp_compose.comm.sums import add_up, scale_in_place
-from fsdp_compose.comm.transports import may_go_on, premultiplies, room_for_parts
+from fsdp_compose.comm.transports import premultiplies, room_for_parts
 from fsdp_compose.comm.transports import transport_of as transport_of
 
 
@@ -65,7 +66,7 @@ class Exchange:
                         finish()
                     self.is_lost = False
             finally:
-                self.is_open = self.is_lost and may_go_on(works)
+                self.is_open = self.is_lost and may_go_on(works, bool(self.peers))
         if self.is_lost:
             raise RuntimeError(
                 f"{self.purpose}: its data did not come, since ranks ran different units while it "
@@ -76,7 +77,7 @@ class Exchange:
     def end(self) -> None:
         """Wait where nobody is to read the data, and it may have been lost."""
         if self.will_be_lost():
-            self.is_open |= may_go_on(self.works)
+            self.is_open |= may_go_on(self.works, bool(self.peers))
             self.works, self.heads, self.finish, self.is_lost = (), None, None, True
         else:
             self.wait()
@@ -269,8 +270,7 @@ def reduce_scatter_parts(
         whole: real floating point, one dimension; must stay allocated until the result is read.
         parts: ``whole`` cut into ``group.size`` equal views.
         flags: united over the group with it, on gloo.
-        factor: what each rank's ``whole`` is multiplied by first, in place where the backend does
-            not do it on the way.
+        factor: multiplies each rank's ``whole``; in place, where the backend does not on the way.
         in_tree: add up neighbouring ranks first, then their sums, which every transport can do.
     """
     if factor != 1.0 and (in_tree or not premultiplies(group)):

@@ -13,7 +13,7 @@ it sends in the second, and messages of a pair arrive in order: behind the secon
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,11 @@ def forget(works: Iterable[Any]) -> None:
     """The messages are over, as they were waited for."""
     for work in works:
         here.posted.pop(work, None)
+
+
+def may_go_on(works: Collection[Any], are_messages: bool) -> bool:
+    """Whether ``works``, which nobody waits for any more, may write their memory yet."""
+    return not here.posted.keys().isdisjoint(works) if are_messages else len(works) > 0
 
 
 def begin_rounds(pg: Any, count: int = 1) -> None:

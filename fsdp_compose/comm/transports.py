@@ -331,11 +331,6 @@ def transport_of(group: Group) -> Transport:
     return PAIRS if segments_of(group) is None else ON_HOST
 
 
-def may_go_on(works: Sequence[Any]) -> bool:
-    """Whether some of ``works``, which nobody waits for any more, may write their memory yet."""
-    return not all(isinstance(work, _Read) for work in works)
-
-
 def premultiplies(group: Group) -> bool:
     """Whether a reduction multiplies each rank's tensor on its way to the sum, as NCCL does."""
     return group.pg is not None and group.backend == "nccl" and transport_of(group) is AT_ONCE

@@ -161,9 +161,8 @@ class EngineWork:
         bucket, node, first = part.bucket, part.node, self.engine.schedule.forward_order.first
         unit = unit_of(bucket)
         hooks = bucket.residence.is_hooked or unit.post_reduce_hooks or unit.switches.comm_hook
-        is_seen = hooks or bucket.mesh.microbatches  # by what is to have the whole of it
-        is_part = node is not None and not node.ends_pass  # those of a forward may follow
-        waits = is_seen or is_part or bucket.users.is_lent or unit.graphs.recur
+        is_part = unit.graphs.recur or (node is not None and not node.ends_pass)  # more may follow
+        waits = hooks or is_part or bucket.mesh.microbatches or bucket.users.is_lent
         if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):
             return False
         # The first of the forward is the last here, and waits until autograd frees its gradients.
@@ -304,9 +303,9 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
 
 def is_current(unit: Unit, live: Live, trained: tuple[int, ...]) -> bool:
     """Whether one backward may serve both forwards: the unit was held, or ran last, unchanged."""
-    passes = unit.engine.schedule.forward_order.current
-    is_next = len(unit.holds) > 1 or (bool(passes) and passes[-1][-1]() is unit)
-    return is_next and live.trained == trained and live.versions == read_versions(unit)
+    ran = unit.engine.schedule.forward_order.current  # which a checkpoint adds nothing to
+    is_next = graph_task_id() != -1 or len(unit.holds) > 1 or (ran and ran[-1][-1]() is unit)
+    return bool(is_next) and live.trained == trained and live.versions == read_versions(unit)
 
 
 class Gather(torch.autograd.Function):

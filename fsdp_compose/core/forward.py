@@ -161,8 +161,7 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         live.joined_at = next_node_number()
     else:
         unit.graphs.recur |= live is not None and live.pass_id == engine.pass_id
-        enabled = torch.is_grad_enabled()
-        tensors = view_parameters(unit, trained) if enabled else view_standing(unit)
+        tensors = view_parameters(unit, trained) if torch.is_grad_enabled() else view_standing(unit)
     if is_functional and unit.opened is not None:
         given = unit.opened.given
         tensors = [given.get(index, tensor) for index, tensor in enumerate(tensors)]

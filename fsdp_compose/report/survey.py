@@ -198,7 +198,8 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
 def _passes_on(unit: Unit) -> bool:
     """Whether a forward of the unit returns what a unit inside it returned, as far as is known."""
     modules = [module for ref in unit.modules if (module := ref()) is not None]
-    return any(passes_on(unit, module, set(iter_units(module)) - {unit}) for module in modules)
+    around = [(module, set(iter_units(module)) - {unit}) for module in modules]
+    return any(inner and passes_on(unit, module, inner) for module, inner in around)
 
 
 def _ends_in(heads: Set[int], module: nn.Module) -> bool:

@@ -196,7 +196,7 @@ def test_steps_leave_no_message_behind(way: str) -> None:
     simulate_ranks(ranks, 4)
 
 
-def test_collectives_of_gloo_run_on_after_ranks_differed() -> None:
+def test_collectives_of_gloo_go_on_after_a_difference() -> None:
     """They meet in the order in which they are called: none begins before its ranks are there."""
 
     def ranks(rank: int) -> None:
