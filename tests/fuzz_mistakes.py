@@ -23,7 +23,7 @@ from fuzz_operations import (
     skipping,
     spare_leaves,
 )
-from fuzz_programs import HYBRID, Case, LeafModule, OnPurpose, build, nodes
+from fuzz_programs import HYBRID, Case, LeafModule, NodeModule, OnPurpose, build, nodes
 from fuzz_twin import square_losses
 from harness import DEVICE
 from models import seeded, square
@@ -114,6 +114,13 @@ def _skip_a_leaf_of_one_rank(run: Run, n: int, seed: int) -> None:
     run.twin.check_grads()
 
 
+def _is_unused(module: nn.Module) -> bool:
+    """Whether its parameters may get no gradient where it runs, as they do where a rank joins."""
+    return any(
+        isinstance(one, NodeModule) and one.node.style == "unused" for one in module.modules()
+    )
+
+
 @operation("participate")
 def _participate(run: Run, n: int, seed: int) -> None:
     """Rank 0 joins what the others communicate for a unit that it leaves out."""
@@ -122,7 +129,7 @@ def _participate(run: Run, n: int, seed: int) -> None:
         (i, j)
         for i, node in enumerate(every)
         for j, child in enumerate(node.children_)
-        if fc.is_fully_sharded(child) and node.node.style == "plain"
+        if fc.is_fully_sharded(child) and node.node.style == "plain" and not _is_unused(child)
     ]
     if not found or recomputes(run) or any(name == "skip" for name, _ in run.case.ops):
         return
