@@ -38,6 +38,28 @@ def cut_by_rank(flat: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
     return Parts(flat, size) if size > MANY_RANKS else list(flat.chunk(size))
 
 
+def split_around(spans: Sequence[tuple[int, int]], total: int) -> tuple[list[int], list[int]]:
+    """The sizes that cut ``total`` elements into spans and gaps, and by span its place among them.
+
+    Args:
+        spans: (first element, number of elements) of each, in any order; none lies over another.
+    """
+    sizes: list[int] = []
+    places = [0] * len(spans)
+    position = 0
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        start, numel = spans[index]
+        if numel and start > position:
+            sizes.append(start - position)
+            position = start
+        places[index] = len(sizes)
+        sizes.append(numel)
+        position += numel
+    if position < total or not sizes:
+        sizes.append(total - position)
+    return sizes, places
+
+
 def kept_views(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The views that ``parts`` keeps."""
     return () if isinstance(parts, Parts) else parts

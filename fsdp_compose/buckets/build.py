@@ -9,7 +9,7 @@ import torch
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
-from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.parts import cut_by_rank, split_around
 from fsdp_compose.base.policy import MixedPrecision, Offload
 from fsdp_compose.base.torch_private import raw, read_version
 from fsdp_compose.buckets.bucket import Bucket, Entry, Inner, Views, alias
@@ -114,7 +114,9 @@ def _make_views(
 ) -> Views:
     whole_bytes = full.view(torch.uint8) if full.numel() else full.new_empty(0).byte()
     is_ready = shard.dtype == full.dtype and shard.device == full.device
-    splits, pieces = _cut(layout, rank)
+    slices = [layout.slice_of(index, rank) for index in range(len(entries))]
+    spans = [(piece.shard_offset, piece.numel) for piece in slices]
+    splits, pieces = split_around(spans, layout.shard_numel)
     return Views(
         params=[entry.param for entry in entries],
         nbytes=full.numel() * full.element_size(),
@@ -128,23 +130,3 @@ def _make_views(
         in_order=pieces == list(range(len(pieces))),
         every=(1 << len(entries)) - 1,
     )
-
-
-def _cut(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
-    """The sizes that ``split`` a shard into slices and gaps, and by entry its place among them."""
-    slices = [layout.slice_of(i, rank) for i in range(len(layout.extents))]
-    order = sorted(range(len(slices)), key=lambda i: (slices[i].shard_offset, slices[i].numel))
-    splits: list[int] = []
-    pieces = [0] * len(slices)
-    position = 0
-    for index in order:
-        piece = slices[index]
-        offset = piece.shard_offset if piece.numel else position
-        if offset > position:
-            splits.append(offset - position)
-        pieces[index] = len(splits)
-        splits.append(piece.numel)
-        position = offset + piece.numel
-    if position < layout.shard_numel or not splits:
-        splits.append(layout.shard_numel - position)
-    return splits, pieces

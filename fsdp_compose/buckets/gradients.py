@@ -12,7 +12,7 @@ import torch
 
 from fsdp_compose.base.attributes import get_grad, set_grad
 from fsdp_compose.base.loops import exhaust
-from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.base.parts import cut_by_rank, split_around
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket, Entry, GradBuffer, alias
 from fsdp_compose.comm.collectives import lender_of
@@ -73,21 +73,16 @@ def make_grad_buffer(bucket: Bucket, flat: torch.Tensor | None = None) -> GradBu
         if flat is None:
             flat = torch.empty(layout.numel * per_element, dtype=dtype, device=bucket.mesh.device)
         typed = torch.view_as_complex(flat.view(-1, 2)) if per_element == 2 else flat
-        spans = [
-            (e.spec.offset, e.spec.offset + e.spec.numel) for e in bucket.entries if e.spec.numel
-        ]
-        starts = [start for start, _ in sorted(spans)] + [layout.numel]
-        ends = [0] + [stop for _, stop in sorted(spans)]
+        spans = [(entry.spec.offset, entry.spec.numel) for entry in bucket.entries]
+        sizes, places = split_around(spans, layout.numel)
+        pieces = flat.split([size * per_element for size in sizes])
+        gaps = set(range(len(pieces))).difference(places)
         return GradBuffer(
             flat=flat,
             nbytes=flat.numel() * flat.element_size(),
             parts=cut_by_rank(flat, bucket.mesh.gather_axis.size) if flat.numel() else [],
             views=[alias(typed, entry.spec.offset, entry.spec) for entry in bucket.entries],
-            gaps=[
-                flat[stop * per_element : start * per_element]
-                for stop, start in zip(ends, starts, strict=True)
-                if start > stop
-            ],
+            gaps=[pieces[place] for place in sorted(gaps) if sizes[place]],
         )
 
 

@@ -37,6 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose.base.arguments import check_flags
+from fsdp_compose.base.parts import split_around
 from fsdp_compose.base.torch_private import (
     remove_forward_hooks,
     replace_forward_hooks,
@@ -134,32 +135,22 @@ def _record_unit(unit: Unit) -> Traced:
     digest = hashlib.sha256(repr((shapes, buffers, trained)).encode()).hexdigest()[:16]
     key = f"{next(_numbers)}:{digest}"
     _units[key] = unit
-    cuts = [_split_sizes(bucket) for bucket in unit.gathered]
+    cuts = [_split_full(bucket) for bucket in unit.gathered]
     places = [(unit.gathered.index(owner_of(e)), e) for e in unit.entries]
     return Traced(
         key=key,
         anchor=unit.links.anchor if trained else unit.links.anchor.detach(),
         trained=tuple([index in trained for index in range(len(unit.entries))]),
-        sizes=tuple([sizes for sizes, _ in cuts]),
+        sizes=tuple([tuple(sizes) for sizes, _ in cuts]),
         views=tuple([(b, cuts[b][1][e.index], *_storage_permutation(e)) for b, e in places]),
         epoch=unit.checks.epoch,
     )
 
 
-def _split_sizes(bucket: Bucket) -> tuple[tuple[int, ...], list[int]]:
+def _split_full(bucket: Bucket) -> tuple[list[int], list[int]]:
     """Sizes that split a full bucket, and the position of each entry's piece."""
-    sizes: list[int] = []
-    pieces = [0] * len(bucket.entries)
-    position = 0
-    for entry in sorted(bucket.entries, key=lambda e: (e.spec.offset, e.spec.numel)):
-        offset = entry.spec.offset if entry.spec.numel else position
-        if offset > position:
-            sizes.append(offset - position)
-        pieces[entry.index] = len(sizes)
-        sizes.append(entry.spec.numel)
-        position = offset + entry.spec.numel
-    sizes.append(bucket.layout.numel - position)
-    return tuple(sizes), pieces
+    spans = [(entry.spec.offset, entry.spec.numel) for entry in bucket.entries]
+    return split_around(spans, bucket.layout.numel)
 
 
 def _storage_permutation(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_compose.base.parts import split_around
 from fsdp_compose.layout.boxes import Box, boxes
 from fsdp_compose.layout.planner import lcm_layout, plan_layout
 from fsdp_compose.layout.shards import ALIGN_BYTES, Extent, Granularity, Layout, Slice
@@ -381,3 +383,24 @@ def test_boxes_examples() -> None:
     for start, stop in ((-1, 2), (3, 2), (0, 13)):
         with pytest.raises(ValueError, match=r"wanted 0 <= start <= stop <= 12"):
             boxes((4, 3), start, stop)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4))), st.integers(0, 3), st.randoms())
+def test_spans_and_gaps_are_the_whole(cut: list[tuple[int, int]], rest: int, random: Any) -> None:
+    """A flat buffer is cut into its spans and what lies between them, in whatever order they come.
+
+    Each span is a piece, what is no span's piece is a gap, and all of them in a row are the whole.
+    """
+    spans: list[tuple[int, int]] = []
+    total = 0
+    for gap, numel in cut:
+        spans.append((total + gap if numel else 0, numel))
+        total += (gap + numel) * bool(numel)
+    random.shuffle(spans)
+    sizes, places = split_around(spans, total + rest)
+    starts = list(accumulate(sizes, initial=0))
+    assert starts[-1] == total + rest
+    assert len(set(places)) == len(spans)
+    for (start, numel), place in zip(spans, places, strict=True):
+        assert sizes[place] == numel
+        assert not numel or starts[place] == start
