@@ -302,23 +302,19 @@ def _find_written(value: Value) -> torch.Tensor:
 
 def rename_nested_units(outer: nn.Module) -> None:
     """Name the units inside ``outer``, and their parameters, as ``outer`` names them."""
-    renamed: set[int] = set()
     clean = path_cleaner(outer)
-    for path, submodule in outer.named_modules():
+    paths = {id(submodule): clean(path) for path, submodule in outer.named_modules()}
+    renamed: set[int] = set()
+    for submodule in outer.modules():
         state = find_state(submodule)
         if state is None or submodule is outer or id(state.unit) in renamed:
             continue
-        unit, path = state.unit, clean(path)
+        unit = state.unit
         renamed.add(id(unit))
-        unit.name = path
-        for bucket in unit.buckets:
-            for entry in bucket.entries:
-                name = entry.names[0]
-                if len(unit.modules) > 1:
-                    position, name = name.split(".", 1)
-                    member = unit.modules[int(position)]()
-                    path_of = {id(m): clean(p) for p, m in outer.named_modules()}
-                    fqn = f"{path_of.get(id(member), path)}.{name}"
-                else:
-                    fqn = f"{path}.{name}"
-                rename_entry(entry, fqn, path)
+        unit.name = paths[id(submodule)]
+        for entry in (entry for bucket in unit.buckets for entry in bucket.entries):
+            path, name = unit.name, entry.names[0]
+            if len(unit.modules) > 1:
+                position, name = name.split(".", 1)
+                path = paths.get(id(unit.modules[int(position)]()), path)
+            rename_entry(entry, f"{path}.{name}", unit.name)
