@@ -44,7 +44,7 @@ from fsdp_compose.scopes.open_scope import (
     remember_versions,
     version_of,
 )
-from fsdp_compose.scopes.unshard import check_reduced, list_outdated
+from fsdp_compose.scopes.unshard import check_reduced, list_outdated, shows_own_slice
 from fsdp_compose.sharded import part_of, part_slice, to_local
 
 
@@ -421,13 +421,7 @@ def _is_edited(
     if tensor.device.type != "cpu" or is_stepped:
         return False  # after a step inside the scope they are meant to differ
     # Writes through .data and numpy leave no version behind; a look at the own slice finds them.
-    return not _shows_own_slice(entry, tensor)
-
-
-def _shows_own_slice(entry: Entry, tensor: torch.Tensor) -> bool:
-    mine = to_local(entry.param)
-    shown = part_slice(part_of(tensor).detach(), entry.spec).to(mine.device).contiguous()
-    return torch.equal(mine.view(torch.uint8), shown.view(torch.uint8))
+    return not shows_own_slice(entry, tensor)
 
 
 def _is_as_before(entry: Entry, index: int, scope: Scope) -> bool:
@@ -437,7 +431,7 @@ def _is_as_before(entry: Entry, index: int, scope: Scope) -> bool:
     all ranks write, and raise, or none.
     """
     tensor = scope.tensors[index]
-    if not scope.sums or not _shows_own_slice(entry, tensor):
+    if not scope.sums or not shows_own_slice(entry, tensor):
         return False
     return bool(sum_bytes(tensor) == scope.sums[index])
 

@@ -305,8 +305,14 @@ def _is_written_unseen(entry: Entry, full: torch.Tensor) -> bool:
     can_tell &= not bucket.residence.is_shared  # else the shard may have been written
     if not can_tell or full.device.type != "cpu" or mine.device.type != "cpu":
         return False
-    shown = part_slice(part_of(full).detach(), entry.spec).contiguous()
-    return not torch.equal(mine.to(shown.dtype).view(torch.uint8), shown.view(torch.uint8))
+    return not shows_own_slice(entry, full)
+
+
+def shows_own_slice(entry: Entry, full: torch.Tensor) -> bool:
+    """Whether a full tensor has, in this rank's slice, the bits of the shard in its dtype."""
+    mine = to_local(entry.param)
+    shown = part_slice(part_of(full).detach(), entry.spec).to(mine.device).contiguous()
+    return torch.equal(mine.to(shown.dtype).view(torch.uint8), shown.view(torch.uint8))
 
 
 def prefetch_units(module: nn.Module, modules: nn.Module | Iterable[nn.Module]) -> None:
