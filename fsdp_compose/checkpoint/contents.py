@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -213,6 +213,25 @@ def visit_full(
         for leaf in inside:
             visit(leaf, view_parameter(bucket, flat, find_entry(leaf).index))
         del flat
+
+
+def visit_values(values: Mapping[str, Any], visit: Callable[[str, torch.Tensor], None]) -> None:
+    """Call ``visit`` with each name and its full tensor, as ``visit_full`` does; plain ones last.
+
+    What is no tensor is left out.
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(id(value), []).append(name)
+
+    def visit_names(leaf: nn.Parameter, full: torch.Tensor) -> None:
+        for name in names[id(leaf)]:
+            visit(name, full)
+
+    visit_full([value for value in values.values() if is_sharded(value)], visit_names)
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and not is_sharded(value):
+            visit(name, gather_whole(value.detach()))
 
 
 def gather_bucket(bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from fsdp_compose.checkpoint.contents import (
     contents_of,
     contents_to_load,
     require_released,
-    visit_full,
+    visit_values,
 )
 from fsdp_compose.checkpoint.files import Sum, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
@@ -41,7 +41,7 @@ from fsdp_compose.checkpoint.ranks import (
     groups_of,
 )
 from fsdp_compose.checkpoint.stages import Chosen, Stages, choose_stored, find_stages
-from fsdp_compose.checkpoint.values import Outline, gather_whole, whole_shape
+from fsdp_compose.checkpoint.values import Outline, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.compared_records import compare_records
@@ -133,7 +133,7 @@ def _save(
     export = Export(root, file_format, [file for part in files for file in part], token)
     writer = _Writer(export, files[stages.mine], stages)
     try:
-        _write_full(values, writer)
+        visit_values(values, writer.put)
         writer.commit()
     finally:
         writer.close()
@@ -162,22 +162,6 @@ def _check_dtype(dtype: object) -> None:
             f"save_full: dtype is {dtype!r}; wanted a floating-point dtype, such as "
             "torch.bfloat16, or None for those of the parameters."
         )
-
-
-def _write_full(values: Mapping[str, Any], writer: _Writer) -> None:
-    """Gather bucket by bucket, and write what lies in this rank's files."""
-    names: dict[int, list[str]] = {}
-    for name, value in values.items():
-        names.setdefault(id(value), []).append(name)
-
-    def put(leaf: nn.Parameter, full: Tensor) -> None:
-        for name in names[id(leaf)]:
-            writer.put(name, full)
-
-    visit_full([value for value in values.values() if is_sharded(value)], put)
-    for name, value in values.items():
-        if not is_sharded(value):
-            writer.put(name, gather_whole(value.detach()))
 
 
 def _outlines(

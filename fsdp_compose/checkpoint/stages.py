@@ -26,13 +26,13 @@ from fsdp_compose.checkpoint.contents import (
     contents_of,
     loads_by_own_code,
     slots_to_load,
-    visit_full,
+    visit_values,
 )
 from fsdp_compose.checkpoint.model import IncompatibleKeys, match
 from fsdp_compose.checkpoint.optimizer.nested import write_exactly
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import gather_whole, whole_shape
+from fsdp_compose.checkpoint.values import gather_whole
 from fsdp_compose.comm.messages import SharedErrors, difference, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core.guards.collective_log import code_of
@@ -322,25 +322,19 @@ def _components(peers: Iterable[list[int]], ranks: tuple[int, ...]) -> tuple[tup
 
 def _identify_all(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sum values by name, to tell them apart; a collective of the stage's ranks."""
-    found: dict[str, Any] = {}
-    leaves: dict[int, list[str]] = {}
-    for name, value in values.items():
-        if is_sharded(value):
-            leaves.setdefault(id(value), []).append(name)
-        elif isinstance(value, Tensor):
-            found[name] = _identify(gather_whole(value))
-        else:
-            found[name] = repr(value)
+    found: dict[str, Any] = {
+        name: repr(value) for name, value in values.items() if not isinstance(value, Tensor)
+    }
 
-    def visit(leaf: nn.Parameter, full: Tensor) -> None:
-        found.update((name, _identify(full)) for name in leaves[id(leaf)])
+    def identify(name: str, full: Tensor) -> None:
+        found[name] = _identify(full)
 
-    visit_full([value for value in values.values() if is_sharded(value)], visit)
+    visit_values(values, identify)
     return found
 
 
 def _identify(tensor: Tensor) -> Any:
-    return tuple(whole_shape(tensor)), str(tensor.dtype), checksum(tensor.detach().contiguous())
+    return tuple(tensor.shape), str(tensor.dtype), checksum(tensor.detach().contiguous())
 
 
 def _check_alike(what: str, stages: Stages, mine: dict[str, Any]) -> None:

@@ -252,7 +252,7 @@ def at_a_point(call: str, rank: int, act: Callable[[], None]) -> None:
         setattr(owner, name, acted)
 
     if call == "save_full":
-        before(full, "visit_full")
+        before(full, "visit_values")
     else:
         before(files.CommittingWriter, "write_data")
 
@@ -288,7 +288,7 @@ def test_ctrl_c_in_a_save_stays_what_it_is(tmp_path: Path) -> None:
             if call == "asynchronous":
                 continue
             with pytest.MonkeyPatch.context() as patch:
-                point = (full, "visit_full") if call == "save_full" else WRITE_DATA
+                point = (full, "visit_values") if call == "save_full" else WRITE_DATA
                 if rank == 1:
                     interrupt = lambda *args: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
                     patch.setattr(*point, interrupt)
