@@ -46,27 +46,35 @@ def walk_stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_called_by(function: Any) -> bool:
+    """Whether a Python function is on this thread's stack."""
+    code = function.__code__
+    return any(frame.f_code is code for frame in walk_stack())
+
+
+def _find_locals(function: Any) -> dict[str, Any]:
+    """The variables of a function's innermost call on this thread's stack; empty without one."""
+    code = function.__code__
+    return next((frame.f_locals for frame in walk_stack() if frame.f_code is code), {})
+
+
 def clipping_under_way() -> str:
     """What ``torch.nn.utils.clip_grad_norm_`` on this thread's stack clips to; empty without it."""
-    for frame in walk_stack():
-        if frame.f_code is _clip.__code__:
-            values = frame.f_locals
-            return describe_clipping(values["max_norm"], values["error_if_nonfinite"])
-    return ""
+    values = _find_locals(_clip)
+    return describe_clipping(values["max_norm"], values["error_if_nonfinite"]) if values else ""
 
 
 def tensors_of_total_norm() -> list[Any] | None:
     """What torch takes one norm of, to clip or by ``get_total_norm``; None where it does not."""
-    for frame in walk_stack():
-        if frame.f_code is _total_norm.__code__:
-            given = frame.f_locals["tensors"]
-            return [given] if isinstance(given, torch.Tensor) else list(given)
-    return None
+    given = _find_locals(_total_norm).get("tensors")
+    if given is None:
+        return None
+    return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
 def in_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` is on this thread's stack."""
-    return any(frame.f_code is stateless._functional_call.__code__ for frame in walk_stack())
+    return is_called_by(stateless._functional_call)
 
 
 def load_under_way() -> dict[str, Any]:
@@ -74,8 +82,7 @@ def load_under_way() -> dict[str, Any]:
 
     Its hooks are not told all of it. Empty where a hook is called by something else.
     """
-    code = torch.nn.Module.load_state_dict.__code__
-    return next((frame.f_locals for frame in walk_stack() if frame.f_code is code), {})
+    return _find_locals(torch.nn.Module.load_state_dict)
 
 
 def is_in_call(frame: FrameType | None) -> bool:
@@ -215,7 +222,7 @@ def is_called_from(package: str) -> bool:
 
 def is_converted_by_module() -> bool:
     """Whether ``Module._apply`` (``to``, ``float``, ``to_empty``) is on this thread's stack."""
-    return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in walk_stack())
+    return is_called_by(torch.nn.Module._apply)
 
 
 def is_asked_by_state_walk() -> bool:
@@ -279,31 +286,29 @@ def _is_function(frame: FrameType | None, name: str, module: str) -> bool:
     return frame.f_globals.get("__name__") == module
 
 
+def _find_named_locals(name: str, module: str) -> dict[str, Any]:
+    found = (frame.f_locals for frame in walk_stack() if _is_function(frame, name, module))
+    return next(found, {})
+
+
 def is_broadcast_to_ranks() -> bool:
     """Whether ``torch.distributed.checkpoint.load`` has a reader that broadcasts each piece."""
     module = "torch.distributed.checkpoint.state_dict_loader"
-    for frame in walk_stack():
-        if _is_function(frame, "_load_state_dict", module):
-            name = type(frame.f_locals.get("storage_reader")).__name__
-            return name == "BroadcastingTorchSaveReader"
-    return False
+    reader = _find_named_locals("_load_state_dict", module).get("storage_reader")
+    return type(reader).__name__ == "BroadcastingTorchSaveReader"
 
 
 def is_saved_as_safetensors() -> bool:
     """Whether ``torch.distributed.checkpoint.save`` is under way with a writer of safetensors."""
     module = "torch.distributed.checkpoint.state_dict_saver"
-    for frame in walk_stack():
-        if _is_function(frame, "_save_state_dict", module):
-            chosen = getattr(frame.f_locals.get("storage_writer"), "serialization_format", None)
-            return getattr(chosen, "value", None) == "safetensors"
-    return False
+    writer = _find_named_locals("_save_state_dict", module).get("storage_writer")
+    chosen = getattr(writer, "serialization_format", None)
+    return getattr(chosen, "value", None) == "safetensors"
 
 
 def is_scaled_by_torch() -> bool:
     """Whether ``torch.amp.GradScaler.step`` itself, and no subclass's, steps an optimizer."""
-    code = torch.amp.GradScaler.step.__code__
-    found = (frame.f_locals["self"] for frame in walk_stack() if frame.f_code is code)
-    return type(next(found, None)) in _SCALERS
+    return type(_find_locals(torch.amp.GradScaler.step).get("self")) in _SCALERS
 
 
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

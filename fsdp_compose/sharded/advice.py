@@ -32,7 +32,6 @@ __all__ = [
     "TENSOR_PARALLEL_FIRST",
     "advise_call",
     "advise_on_target",
-    "is_called_by",
 ]
 
 STATE_KEY = "_fsdp_compose_state"
@@ -359,12 +358,6 @@ def _is_shown(unit: str) -> bool:
 def advise_on_target() -> str:
     """What to call instead of writing a slice into a plain tensor."""
     return TORCHS_FSDP if is_called_from("torch.distributed.fsdp") else WHOLE_COPY
-
-
-def is_called_by(function: Callable[..., Any]) -> bool:
-    """Whether a Python function is on this thread's stack."""
-    code = function.__code__
-    return any(frame.f_code is code for frame in walk_stack())
 
 
 def _self_of(frame: FrameType) -> Any:

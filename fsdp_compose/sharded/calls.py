@@ -19,11 +19,10 @@ from torch.nn import Parameter
 
 from fsdp_compose.base.streams import await_copies
 from fsdp_compose.base.torch_private import call_raw, raw, saved_tensor_hooks
-from fsdp_compose.base.torch_stack import is_converted_by_module
+from fsdp_compose.base.torch_stack import is_called_by, is_converted_by_module
 from fsdp_compose.base.unwritten import mark_unwritten
 from fsdp_compose.comm.collectives import all_reduce
 from fsdp_compose.sharded import ops, views
-from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.draws import draw_from, draw_into, draw_like
 from fsdp_compose.sharded.gradients import autograd_grad, backward
 from fsdp_compose.sharded.operands import (

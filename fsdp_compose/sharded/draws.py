@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import call_raw
+from fsdp_compose.base.torch_stack import is_called_by
 from fsdp_compose.comm.small_reduce import reduce_alike
 from fsdp_compose.sharded import ops
-from fsdp_compose.sharded.advice import is_called_by
 from fsdp_compose.sharded.cut import own_slice
 from fsdp_compose.sharded.spec import ShardSpec, refuse, require_ranks
 from fsdp_compose.sharded.tensor import first_spec, is_sharded, tag
