@@ -31,7 +31,13 @@ from fsdp_compose.construct.names import clean_name, name_cleaner, path_cleaner
 from fsdp_compose.construct.overlaps import check_overlaps
 from fsdp_compose.construct.plans import Ignored, Options, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
-from fsdp_compose.construct.wrap import Decide, Policy, matches_nothing, near, numel_of
+from fsdp_compose.construct.wrap import (
+    Decide,
+    Policy,
+    describe_closest,
+    describe_no_match,
+    numel_of,
+)
 from fsdp_compose.core.state import find_state
 from fsdp_compose.sharded import is_sharded
 
@@ -171,7 +177,7 @@ def _check_patterns(plans: Sequence[UnitPlan]) -> None:
             pattern, seen = min(unused), [fqn for option in group for fqn in option.seen]
             raise ValueError(
                 f"fully_shard: {name}={{{pattern!r}: ...}} matches no parameter of unit "
-                f"{next(iter(group.values()))!r} or another; {near(pattern, seen)}."
+                f"{next(iter(group.values()))!r} or another; {describe_closest(pattern, seen)}."
             )
 
 
@@ -183,7 +189,7 @@ def _plan_units(
     choice = _PolicyWalk(options, start, policy.leaves, ignored, {id(root)}, clean)
     choice.visit_children("", root)
     if not choice.plans and not choice.names_units:
-        raise ValueError(matches_nothing(policy.description, root))
+        raise ValueError(describe_no_match(policy.description, root))
     return choice.plans
 
 

@@ -37,8 +37,6 @@ from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
 
 InitFn = Callable[[nn.Module], object]
 
-# From rank 0
-
 CHUNK_BYTES = 250 << 20
 
 
@@ -89,9 +87,6 @@ def _send_message(room: torch.Tensor, message: list[torch.Tensor], mesh: Mesh) -
         comm.broadcast(room, group)
     for place, piece in zip(places, message, strict=True):
         piece.copy_(place)
-
-
-# From the meta device
 
 
 def is_on_meta(modules: Any) -> bool:
@@ -303,9 +298,6 @@ def _initialise_module(module: nn.Module, init_fn: InitFn | None) -> None:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
-
-
-# Seeded by name
 
 
 class Seeded:

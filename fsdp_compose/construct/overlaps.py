@@ -17,7 +17,7 @@ from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.sharded import is_sharded, part_of
 
 
-class _Place(NamedTuple):
+class _TensorMemory(NamedTuple):
     """A parameter or buffer, and the memory that it has, or had until it was sharded."""
 
     memory: StorageSpan
@@ -39,40 +39,40 @@ def check_overlaps(what: str, modules: Sequence[nn.Module], plans: Sequence[Unit
         ValueError: naming both.
     """
     planned = {id(item.param) for plan in plans for item in plan.found}
-    begun: list[_Place] = []  # before the one that is looked at, and not ended
-    for place in sorted(_list_places(modules), key=_position):
-        memory = place.memory
+    begun: list[_TensorMemory] = []  # before the one that is looked at, and not ended
+    for item in sorted(_list_memories(modules), key=_position):
+        memory = item.memory
         begun = [
             other
             for other in begun
             if other.memory.storage == memory.storage and other.memory.stop > memory.start
         ]
         for other in begun:
-            first, second = sorted((other, place), key=lambda p: (_is_whole(p, planned), p.order))
+            first, second = sorted((other, item), key=lambda p: (_is_whole(p, planned), p.order))
             if not _is_whole(first, planned) and share_bytes(first.memory, second.memory):
                 raise ValueError(f"{what}: {_explain(first, second)}")
-        begun.append(place)
+        begun.append(item)
 
 
-def _position(place: _Place) -> tuple[int, int]:
-    storage: int = place.memory.storage.cdata
-    return storage, place.memory.start
+def _position(item: _TensorMemory) -> tuple[int, int]:
+    storage: int = item.memory.storage.cdata
+    return storage, item.memory.start
 
 
-def _is_whole(place: _Place, planned: set[int]) -> bool:
+def _is_whole(item: _TensorMemory, planned: set[int]) -> bool:
     """Whether it is not sharded, and not to be."""
-    return id(place.tensor) not in planned and not is_sharded(place.tensor)
+    return id(item.tensor) not in planned and not is_sharded(item.tensor)
 
 
-def _list_places(modules: Sequence[nn.Module]) -> list[_Place]:
+def _list_memories(modules: Sequence[nn.Module]) -> list[_TensorMemory]:
     """Of every parameter and buffer that has or had memory, once by its first name."""
-    found: dict[int, _Place] = {}
+    found: dict[int, _TensorMemory] = {}
     for position, module in enumerate(modules):
         prefix, clean = f"{position}." if len(modules) > 1 else "", name_cleaner(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             memory = None if id(tensor) in found else _find_memory(tensor)
             if memory is not None:
-                found[id(tensor)] = _Place(memory, len(found), prefix + clean(name), tensor)
+                found[id(tensor)] = _TensorMemory(memory, len(found), prefix + clean(name), tensor)
     return list(found.values())
 
 
@@ -85,7 +85,7 @@ def _find_memory(tensor: torch.Tensor) -> StorageSpan | None:
     return memory_of(part_of(tensor))
 
 
-def _explain(one: _Place, other: _Place) -> str:
+def _explain(one: _TensorMemory, other: _TensorMemory) -> str:
     text = (
         f"parameter {one.name!r} and {{}} {other.name!r} are different tensors in the same memory. "
         "Sharded, a parameter is slices in memory of its own, so training or writing it would "

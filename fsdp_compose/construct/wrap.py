@@ -84,7 +84,7 @@ def by_class(classes: Classes, **options: Any) -> Policy:
 
     def start(root: nn.Module) -> Decide:
         if not any(isinstance(module, kinds) for module in root.modules() if module is not root):
-            raise ValueError(matches_nothing(description, root))
+            raise ValueError(describe_no_match(description, root))
         return decide
 
     return Policy(start, description)
@@ -120,7 +120,7 @@ def by_name(*patterns: str, **options: Any) -> Policy:
                 known = list(dict.fromkeys(name for name, _ in names))
                 raise ValueError(
                     f"by_name: {pattern!r} matches no submodule of {type(root).__name__}; "
-                    f"{near(pattern, known)}."
+                    f"{describe_closest(pattern, known)}."
                 )
             chosen |= matching
         return lambda fqn, module, numel: id(module) in chosen and (given or True)
@@ -128,7 +128,7 @@ def by_name(*patterns: str, **options: Any) -> Policy:
     return Policy(start, description)
 
 
-def near(name: str, known: list[str]) -> str:
+def describe_closest(name: str, known: list[str]) -> str:
     """The names out of ``known`` that are most like ``name``, for a message."""
     closest = difflib.get_close_matches(name, known, n=4, cutoff=0.3) or known[:4]
     return f"the closest names are {closest}" if closest else "there are no names"
@@ -140,8 +140,8 @@ def numel_of(parameter: nn.Parameter) -> int:
     return 0 if is_lazy else parameter.numel()
 
 
-def matches_nothing(description: str, root: nn.Module) -> str:
-    """Message: a policy found no unit."""
+def describe_no_match(description: str, root: nn.Module) -> str:
+    """The error for a policy that makes no submodule of ``root`` a unit."""
     inside = [module for module in root.modules() if module is not root]
     kinds = sorted({type(m).__name__ for m in inside} - {type(root).__name__})
     if not inside:

@@ -56,7 +56,7 @@ class _WrongArgument(TypeError):
 
 
 class _Misplaced(RuntimeError):
-    """The same of a scope inside another."""
+    """A scope entered inside another, or inside a pass, which would fail in every step too."""
 
 
 @dataclass(eq=False)

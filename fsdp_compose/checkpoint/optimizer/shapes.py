@@ -39,7 +39,7 @@ class OwnedState(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class _Outline:
+class _RemoteValue:
     """A value that another rank of the group has."""
 
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ def add_state_of_others(
     found = {name: dict(values) for name, values in state.items()}
     for group in groups_of(module):
         mine = {
-            name: {key: _outline(value) for key, value in values.items()}
+            name: {key: _describe_value(value) for key, value in values.items()}
             for name, values in state.items()
             if isinstance(values, OwnedState) and _find_ranks(parts, name) == group.ranks
         }
@@ -192,18 +192,18 @@ def _find_ranks(parts: Mapping[str, Part], name: str) -> tuple[int, ...]:
     return () if part is None or part.spec is None else part.spec.group.ranks
 
 
-def _outline(value: Any) -> Any:
+def _describe_value(value: Any) -> Any:
     if not is_sharded(value):
         return value
     spec = value._shard_spec
-    return _Outline(tuple(spec.shape), spec.stride, value.dtype, spec.group.rank)
+    return _RemoteValue(tuple(spec.shape), spec.stride, value.dtype, spec.group.rank)
 
 
-def _make_absent(part: Part, key: str, outline: Any) -> Any:
-    if not isinstance(outline, _Outline) or part.spec is None or part.entry is None:
-        return outline
-    spec = _make_spec(part.spec, key, outline.shape, outline.stride, outline.owner)
-    return tag(torch.empty(0, dtype=outline.dtype, device=part.entry.param.device), spec)
+def _make_absent(part: Part, key: str, value: Any) -> Any:
+    if not isinstance(value, _RemoteValue) or part.spec is None or part.entry is None:
+        return value
+    spec = _make_spec(part.spec, key, value.shape, value.stride, value.owner)
+    return tag(torch.empty(0, dtype=value.dtype, device=part.entry.param.device), spec)
 
 
 def gather_owned(value: Any, part: Part) -> Any:
