@@ -366,11 +366,12 @@ def remove_state_dict_hooks(module: torch.nn.Module, *functions: Callable[..., A
                 del table[key]
 
 
-def has_foreign_load_hooks(module: torch.nn.Module, package: str) -> bool:
-    """Whether code that is neither torch's nor ``package``'s changes what a module loads."""
+def has_foreign_load_hooks(module: torch.nn.Module) -> bool:
+    """Whether code that is neither torch's nor this package's changes what a module loads."""
     hooks = (*module._load_state_dict_pre_hooks.values(), type(module)._load_from_state_dict)
     found = (getattr(h, "hook", h) for h in (*hooks, *module._load_state_dict_post_hooks.values()))
-    return any(not f"{f.__module__}.".startswith((package, "torch.nn.modules.")) for f in found)
+    known = "fsdp_compose.", "torch.nn.modules."
+    return any(not f"{f.__module__}.".startswith(known) for f in found)
 
 
 def non_persistent(module: torch.nn.Module) -> set[str]:

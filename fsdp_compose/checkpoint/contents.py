@@ -117,7 +117,7 @@ def changes_keys_on_load(module: nn.Module) -> bool:
 def changes_what_it_loads(module: nn.Module) -> bool:
     """Whether a module has load hooks, or a ``_load_from_state_dict``, that are not torch's."""
     is_torchs = type(module).__module__.startswith("torch.distributed.algorithms")
-    return not is_torchs and has_foreign_load_hooks(module, "fsdp_compose.")
+    return not is_torchs and has_foreign_load_hooks(module)
 
 
 def slots_to_load(module: nn.Module) -> dict[str, Any]:

@@ -307,8 +307,8 @@ def _load(
         staged, unknown, left_out = _request_model(source, contents, strict, stages)
         targets = None if optim is None else list_members(module, optim)
         given = {} if targets is None else _request_optim(source, module, targets, stages)
-        known = [found.world_size for found in manifests(root) if found.metadata == total]
-        key = _extra_key(source, group, *known)
+        ranks = (found.world_size for found in manifests(root) if found.metadata == total)
+        key = _extra_key(source, group, next(ranks, None))
         hooks_key = _comm_hooks_key(source, module, group)
         version_keys = _request_versions(source, module)
         source.read()
@@ -439,11 +439,11 @@ def _fill_outlines(
     return filled
 
 
-def _extra_key(source: CheckpointSource, group: Group, ranks: int | None = None) -> str | None:
+def _extra_key(source: CheckpointSource, group: Group, ranks: int | None) -> str | None:
     """Request this rank's ``extra``, or rank 0's when the number of ranks has changed.
 
     Args:
-        ranks: that saved, where the checkpoint says how many they were.
+        ranks: how many saved; None where the checkpoint does not say.
     """
     saved = _find_by_rank(source, "extra")
     if not saved:

@@ -51,11 +51,11 @@ def _choices(commands: list[_Command]) -> Iterator[tuple[str, str]]:
                 yield name, " ".join(map(str, action.choices))
 
 
-def _cases(commands: list[_Command], indent: str) -> tuple[str, str]:
+def _cases(commands: list[_Command]) -> tuple[str, str]:
     """For bash and zsh: what moves from command to command, and what may follow each."""
     moves = "|".join(quote(c.path if " " in c.path else f" {c.path}") for c in commands if c.path)
     follow = "\n".join(
-        f"{indent}{quote(c.path)}) children={quote(' '.join(c.children))} "
+        f"    {quote(c.path)}) children={quote(' '.join(c.children))} "
         f"options={quote(' '.join(c.options))} ;;"
         for c in commands
     )
@@ -63,7 +63,7 @@ def _cases(commands: list[_Command], indent: str) -> tuple[str, str]:
 
 
 def _write_bash(commands: list[_Command]) -> str:
-    moves, follow = _cases(commands, "    ")
+    moves, follow = _cases(commands)
     values = "\n".join(
         f'    {name}) COMPREPLY=($(compgen -W {quote(words)} -- "$word")); return ;;'
         for name, words in _choices(commands)
@@ -87,7 +87,7 @@ complete -o bashdefault -o default -F _fsdp_compose fsdp-compose
 
 
 def _write_zsh(commands: list[_Command]) -> str:
-    moves, follow = _cases(commands, "    ")
+    moves, follow = _cases(commands)
     values = "\n".join(
         f"    {name}) compadd -- {words}; return ;;" for name, words in _choices(commands)
     )

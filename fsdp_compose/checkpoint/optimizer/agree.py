@@ -21,7 +21,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.optimizer.members import Part, settings_of
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.values import sample_bytes, whole_shape
-from fsdp_compose.comm.messages import gather_objects, raise_on_all
+from fsdp_compose.comm.messages import gather_objects, raise_on_all, to_bytes
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, spec_of, tag
 
@@ -142,7 +142,7 @@ def _numbers(tensor: Tensor) -> Any:
     if tensor.numel() <= _FEW:
         return str(tensor.tolist())
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(bytes(data.tolist()), digest_size=8).hexdigest()
+    return hashlib.blake2b(to_bytes(data), digest_size=8).hexdigest()
 
 
 def _text(value: Any) -> str:
