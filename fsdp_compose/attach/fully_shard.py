@@ -181,16 +181,7 @@ def fully_shard(
             deterministic=deterministic,
             static_buffers=static_buffers,
         )
-        if is_on_meta(modules):
-            options = replace(options, device=compute_device(mesh, options.device))
-        plans = plan_shards(modules, options, units, Ignored.of(ignored))
-        check_exchangeable("fully_shard", (item.param for plan in plans for item in plan.found))
-        alike = [m for p in plans if p.options.methods is methods for m in p.modules]
-        every = check_methods(methods, alike)
-        for plan in plans:
-            own = plan.options.methods
-            found = every if own is methods else check_methods(own, plan.modules)
-            plan.options = replace(plan.options, methods=found)
+        plans = _plan_units(modules, options, units, Ignored.of(ignored))
     except Exception as error:  # whatever it is, the other ranks wait for it
         problem = error
     try:
@@ -211,6 +202,23 @@ def fully_shard(
     if log.isEnabledFor(logging.INFO):
         _log_summary(plans)
     return module
+
+
+def _plan_units(
+    modules: Any, options: Options, units: Policy | None, ignored: Ignored
+) -> list[UnitPlan]:
+    """Plan the units of a call, and check all that can be wrong with them on this rank alone."""
+    if is_on_meta(modules):
+        options = replace(options, device=compute_device(options.mesh, options.device))
+    plans = plan_shards(modules, options, units, ignored)
+    check_exchangeable("fully_shard", (item.param for plan in plans for item in plan.found))
+    alike = [m for p in plans if p.options.methods is options.methods for m in p.modules]
+    every = check_methods(options.methods, alike)
+    for plan in plans:
+        own = plan.options.methods
+        found = every if own is options.methods else check_methods(own, plan.modules)
+        plan.options = replace(plan.options, methods=found)
+    return plans
 
 
 def _log_summary(plans: Sequence[UnitPlan]) -> None:
