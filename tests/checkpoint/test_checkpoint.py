@@ -248,7 +248,6 @@ def test_a_bad_file_is_named_on_every_rank(tmp_path: Path, which: str, how: str)
 
 
 def test_no_checkpoint_and_a_killed_first_save(tmp_path: Path) -> None:
-    """No checkpoint and a first save that was killed."""
     errors = rank_errors(loads_unchanged, 2, tmp_path / "nowhere")
     assert all("no checkpoint" in str(e) for e in errors)
     (tmp_path / "data-0123456789ab").mkdir()

@@ -49,7 +49,7 @@ def test_a_thread_that_saves_asks_for_no_device(
 
 
 def test_a_slice_of_several_boxes_is_refused(tmp_path: Path) -> None:
-    """A file had room for one box of each tensor, and the others were lost without a word."""
+    """A file has room for one box of each tensor; the others would be lost without a word."""
 
     def body(rank: int) -> None:
         model = by_block(seeded(Tower))

@@ -364,7 +364,6 @@ def test_as_is_takes_each_rank_as_it_is() -> None:
 
 
 def test_mixed_precision_and_prefetch_check_values() -> None:
-    """Values of mixed precision and prefetch check themselves."""
     with pytest.raises(ValueError, match=r"param_dtype.*int32"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(ValueError, match="forward is -1"):

@@ -387,7 +387,6 @@ def between(rank: int) -> None:
     ],
 )
 def test_reading_a_sharded_weight_says_what_to_call(use: Any, text: str) -> None:
-    """A sharded weight that is read says what to call."""
     for rank, error in enumerate(rank_errors(use, 2)):
         assert error is not None and error.startswith(f"ShardedWeightError: {text}")
         assert re.search(rf"of which rank {rank} holds (no )?elements", error)

@@ -113,7 +113,6 @@ def test_an_ignored_module_keeps_the_units_inside_it() -> None:
 
 
 def test_an_ignored_parameter_is_ignored_everywhere() -> None:
-    """An ignored parameter is ignored wherever it is shared."""
     with single_process():
         for pick in (lambda m: m.first.weight, lambda m: m.first):
             model = Tower(2)

@@ -230,8 +230,6 @@ def test_verify_compares_a_unit_named_with_a_colon() -> None:
 
 @pytest.mark.parametrize("odd", [1, 2, 3])
 def test_verify_compares_over_both_axes(odd: int) -> None:
-    """Verify compares over both axes of a hybrid mesh."""
-
     def ranks(rank: int) -> None:
         model = unlike(0)
         if rank == odd:

@@ -151,8 +151,6 @@ def test_a_buffer_that_nothing_fills_is_refused() -> None:
 
 
 def test_an_initialiser_that_fails_raises_on_all_ranks() -> None:
-    """An initialiser that fails on one rank raises on all."""
-
     def ranks(rank: int, mode: str) -> None:
         def fail(module: nn.Module) -> None:
             if rank == 1 and isinstance(module, nn.LayerNorm):

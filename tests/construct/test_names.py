@@ -190,8 +190,6 @@ def test_apply_is_that_of_the_plain_module(shard: str, world: int) -> None:
 
 
 def test_apply_on_a_part_and_on_a_list_of_units() -> None:
-    """Apply on a part of a unit and on a list of units."""
-
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.fill_(2)

@@ -564,7 +564,7 @@ def test_what_refresh_refuses_names_refresh() -> None:
 
 
 def test_refresh_says_what_to_end() -> None:
-    """The call that reduces what waits, or that ends ``unshard``; both were "inside" something."""
+    """The call that reduces what waits, or that ends ``unshard``."""
     model = one_unit(seeded(Tower))
     with fc.no_sync(model):
         square(model, data(0, 0)).backward()

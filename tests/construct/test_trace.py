@@ -252,7 +252,6 @@ def test_units_by_execution_order_are_consecutive() -> None:
 
 
 def test_execution_order_of_what_cannot_be_traced() -> None:
-    """Units by execution order of what cannot be traced."""
     from fsdp_compose import fully_shard
 
     with pytest.raises(ValueError, match="DataDependent cannot be traced"):
@@ -303,7 +302,7 @@ def test_what_a_forward_remembers_is_taken_back(how: str) -> None:
 
 
 def test_wrong_arguments_of_a_trace() -> None:
-    """A class in place of a tracer had its methods exchanged for good."""
+    """A class in place of a tracer would have its methods exchanged for good."""
     before, wrong = dict(vars(fx.Tracer)), cast("Any", fx.Tracer)
     with pytest.raises(TypeError, match=r"TracingConfig: tracer is .*Tracer.*; wanted an instance"):
         trace_execution_order(Tower(1), X, TracingConfig(tracer=wrong))

@@ -284,8 +284,6 @@ def test_training_with_overrides() -> None:
 
 
 def test_reshard_of_one_unit_keeps_the_strategy() -> None:
-    """Reshard of one unit keeps the rest of the strategy."""
-
     def ranks(rank: int) -> None:
         model = seeded(Tower)
         policy = only_first(reshard_after_forward=False)
@@ -322,8 +320,6 @@ def test_overrides_that_are_wrong(options: dict[str, Any], text: str) -> None:
 
 
 def test_a_wrong_override_is_an_error_on_all_ranks() -> None:
-    """A wrong override on one rank is an error on all."""
-
     def ranks(rank: int) -> None:
         fully_shard(Tower(), units=only_first(**({"wrong": 1} if rank else {})))
 

@@ -484,8 +484,6 @@ def test_a_scale_that_nobody_chose_is_an_error(ep: int) -> None:
 
 
 def test_a_norm_that_differs_between_ranks_is_an_error() -> None:
-    """A norm that would differ between ranks is an error."""
-
     def ranks(rank: int) -> None:
         model = seeded(Model)
         shard(model, 2)

@@ -228,8 +228,6 @@ def test_functional_call_inside_scopes(shard: str) -> None:
 
 
 def test_forward_reads_what_a_scope_replaced() -> None:
-    """A parameter replaced in a scope is what forward reads."""
-
     def ranks(rank: int) -> None:
         for shard in SHARDS.values():
             twin = Twin(rank, 2, two_blocks, shard)

@@ -41,8 +41,6 @@ from models import (
 @pytest.mark.parametrize("when", ["before", "after", "after evaluation", "after a step"])
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 def test_optimizer_built_at_any_time_trains_all(when: str, make: Callable[..., Any]) -> None:
-    """Optimizer built at any time trains every parameter."""
-
     def ranks(rank: int) -> None:
         model, plain = seeded(lambda: Tower(2)), seeded(lambda: Tower(2))
         ids = [id(p) for p in model.parameters()]

@@ -68,7 +68,7 @@ def stop(outer: Any, *_: Any) -> None:
 def test_a_forward_that_catches_the_interrupt(
     again: bool, enabled: bool, options: dict[str, Any]
 ) -> None:
-    """The unit inside trains on: it was left gathered, and computed with old weights for ever."""
+    """The unit inside trains on; left gathered, it would compute with old weights for ever."""
 
     def ranks(rank: int) -> None:
         plain = seeded(partial(Catching, again))
@@ -199,7 +199,7 @@ def test_evaluation_lets_go_of_a_deleted_model() -> None:
 @pytest.mark.parametrize("cleared", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of clearing
 def test_a_call_between_passes(call: Any, cleared: bool) -> None:
-    """A forward was said to run still; where clearing did not reach gradients, it says so once."""
+    """It works after an interrupt; where clearing did not reach gradients, it says so once."""
 
     def ranks(rank: int) -> None:
         plain, model = seeded(Tower), by_block(seeded(Tower))
@@ -230,7 +230,7 @@ def test_a_call_between_passes(call: Any, cleared: bool) -> None:
     "call", [load_state_dict, nn.Module.load_state_dict], ids=["ours", "torch"]
 )
 def test_loading_after_an_interrupt(call: Any) -> None:
-    """The model was said to be gathered, or the loaded weights to be written by a forward."""
+    """The model counts as gathered no more, nor what was loaded as written in a forward."""
 
     def ranks(rank: int) -> None:
         plain, model = seeded(Tower), by_block(seeded(Tower, 1))
@@ -254,7 +254,7 @@ def test_loading_after_an_interrupt(call: Any) -> None:
 
 @pytest.mark.parametrize("names", [["weight"], ["weight", "bias"]], ids=len)
 def test_a_step_after_a_functional_call(names: list[str]) -> None:
-    """The modules held the caller's tensors from that step on, and these were trained."""
+    """The modules hold the caller's tensors no more: the parameters are trained."""
 
     def ranks(rank: int) -> None:
         plain, model = seeded(Tower), by_block(seeded(Tower))
@@ -279,7 +279,7 @@ def test_a_step_after_a_functional_call(names: list[str]) -> None:
 
 
 def test_a_step_on_what_a_forward_reads() -> None:
-    """The rest of the forward computed with the weights from before the step, without a word."""
+    """The rest of the forward would compute with the weights from before it, without a word."""
 
     class Stepping(nn.Module):
         def __init__(self) -> None:

@@ -168,7 +168,6 @@ def test_a_change_inside_a_pass_is_told_and_recorded() -> None:
 
 
 def test_after_a_change_prediction_goes_on() -> None:
-    """After a change the prediction goes on from there."""
     order = Order()
     run(order, R, A, B, C, D)
     order.close()

@@ -30,8 +30,6 @@ from models import (
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_hooks_fire_once_with_the_reduced_gradient(shard: str, when: str) -> None:
-    """Hooks on parameters fire once with the reduced gradient."""
-
     def ranks(rank: int) -> None:
         log: list[tuple[str, Tensor]] = []
         wanted: list[tuple[str, Tensor]] = []
@@ -145,8 +143,6 @@ def test_a_unit_that_returns_its_weight_runs_twice() -> None:
 
 
 def test_hooks_from_before_sharding_can_be_removed() -> None:
-    """Hooks registered before sharding can be removed after."""
-
     def ranks(rank: int) -> None:
         log: list[str] = []
         model = seeded(lambda: Tower(1))

@@ -209,8 +209,6 @@ def test_units_over_a_part_of_the_ranks_are_compared(monkeypatch: pytest.MonkeyP
 
 
 def test_steps_after_an_error_in_a_later_step() -> None:
-    """The right steps after an error in a later step."""
-
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Uneven)
         twin.train()
@@ -373,8 +371,6 @@ def test_one_comparison_a_step() -> None:
 
 
 def test_inference_is_compared_singly_only_at_first() -> None:
-    """Inference is compared one by one only at first."""
-
     def ranks(rank: int) -> list[int]:
         model = by_block(seeded(Tower))
         counts = []

@@ -292,7 +292,6 @@ def test_an_invalid_layout_cannot_be_built(
 
 def test_a_shard_inside_a_parameter_holds_whole_blocks() -> None:
     # Blocks of 5 from offset 3: the boundary at 8 is between blocks, the one at 16 is not.
-    """A whole shard inside a parameter must hold whole blocks."""
     with pytest.raises(ValueError, match=r"'w'.*cuts a block of 5"):
         Layout((Extent("w", (3, 5), "row"),), (3,), 8, 3, 4)
     Layout((Extent("w", (2, 5), "row"),), (3,), 8, 3, 4)

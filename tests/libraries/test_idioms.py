@@ -164,7 +164,7 @@ def test_state_dict_inside_gathered_is_full() -> None:
 
 
 def test_data_parallel_around_it_is_refused() -> None:
-    """As trainers wrap what they are given; it used to replace every slice by that of rank 0."""
+    """As trainers wrap what they are given; it would replace every slice by that of rank 0."""
 
     def wrap_it(rank: int) -> None:
         model, plain = by_block(seeded(Tower)), seeded(Tower)

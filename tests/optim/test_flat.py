@@ -207,8 +207,6 @@ def test_one_flat_parameter_for_each_trained_bucket() -> None:
 
 
 def test_local_parameters_in_the_order_of_the_model() -> None:
-    """Local parameters by name in the order of the model."""
-
     def ranks(rank: int) -> int:
         model = by_block(seeded(Tower))
         model.blocks[2].requires_grad_(False)
@@ -249,7 +247,6 @@ def test_decay_for_matrices_only() -> None:
 
 
 def test_source_tells_what_a_parameter_stands_for() -> None:
-    """Source tells what a plain parameter stands for."""
     model = by_block(seeded(Tower))
     bucket = units(model)[0].buckets[0]
     source = source_of(flat_parameters(model)[0])
@@ -346,8 +343,6 @@ def test_flat_refuses_what_was_frozen_afterwards() -> None:
 
 
 def test_freezing_under_a_flat_parameter_raises() -> None:
-    """Freezing under a flat parameter raises in backward."""
-
     def ranks(rank: int) -> None:
         model = one_unit(seeded(Tower))
         leaves = flat_parameters(model)

@@ -97,8 +97,6 @@ def test_gradients_are_slices_of_one_buffer() -> None:
 
 
 def test_gradients_that_exist_already_are_taken_over() -> None:
-    """Gradients that are there already are taken over."""
-
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
         square(model, data(0, rank)).backward()

@@ -216,8 +216,6 @@ def test_nonfinite_gradients_are_named_on_every_rank(bad: float, order: float) -
 
 
 def test_clipping_inside_a_scope_reaches_shards() -> None:
-    """Clipping inside a scope reaches the sharded gradients."""
-
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)

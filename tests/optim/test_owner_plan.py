@@ -118,8 +118,6 @@ def test_cut_matrices_are_levelled_whatever_the_units() -> None:
 
 
 def test_the_module_has_the_owners_that_were_planned() -> None:
-    """The sharded module has the owners that were planned."""
-
     def body(rank: int) -> None:
         options = {"granularity": wholes, "units": fc.wrap.by_class({type(Tower().blocks[0])})}
         planned = fc.plan(Tower(5), **options)

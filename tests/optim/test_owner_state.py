@@ -279,7 +279,7 @@ def test_the_codebooks_and_a_round_trip() -> None:
 
 
 def test_state_after_undo_is_refused() -> None:
-    """Each rank gave the state of what it had owned, as if that were all of it."""
+    """Each rank would give the state of what it owned, as if that were all of it."""
 
     def ranks(rank: int) -> None:
         run = Run("muon", wholes).train(0)

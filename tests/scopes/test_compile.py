@@ -272,8 +272,6 @@ def test_autograd_grad_and_gradient_penalty() -> None:
 
 
 def test_an_error_in_a_block_leaves_nothing_behind() -> None:
-    """An error in a compiled block leaves nothing behind."""
-
     def run(rank: int) -> None:
         trial = Trial(rank, 2, Tower, shard_then_compile)
         trial.run(graphs=1)
@@ -381,8 +379,6 @@ def test_a_compiled_optimizer_over_local_parameters() -> None:
 
 
 def test_names_and_state_dicts_have_no_wrappers() -> None:
-    """Names and state dicts know nothing of wrappers."""
-
     def run(rank: int) -> None:
         seen: list[str] = []
 

@@ -45,8 +45,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("shard", EVERY_SHARD.values(), ids=EVERY_SHARD)
 def test_with_grads_shows_and_writes_full_gradients(world: int, shard: Callable[..., Any]) -> None:
-    """``with_grads`` shows full gradients and writes them back."""
-
     def check(rank: int) -> None:
         twin = Twin(rank, world, Tower, shard)
         twin.backward(square, 0)
@@ -69,8 +67,6 @@ def test_with_grads_shows_and_writes_full_gradients(world: int, shard: Callable[
 
 
 def test_an_edited_gradient_needs_writeback() -> None:
-    """An edited gradient without writeback is an error."""
-
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.backward(square, 0)
@@ -228,8 +224,6 @@ def test_the_model_trains_inside_one_scope() -> None:
 
 
 def test_backward_inside_a_scope_after_forward() -> None:
-    """Backward inside the scope of a forward before it."""
-
     def check(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         for seed in range(2):
@@ -245,8 +239,6 @@ def test_backward_inside_a_scope_after_forward() -> None:
 
 
 def test_a_forward_in_a_scope_has_the_compute_dtype() -> None:
-    """A forward in the scope is in the compute dtype."""
-
     def check(rank: int) -> None:
         mp = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = by_block(seeded(Tower).float(), mp_policy=mp)
@@ -415,7 +407,6 @@ def test_gradient_hooks_see_the_sharded_gradient() -> None:
 
 
 def test_unsynchronised_uses_are_reduced_later() -> None:
-    """Unsynchronised uses accumulate and are reduced later."""
     from fsdp_compose.scopes.switches import no_sync
 
     def check(rank: int) -> None:

@@ -43,8 +43,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("grad", [True, False])
 def test_every_parameter_reads_as_in_the_plain_module(world: int, grad: bool) -> None:
-    """Every parameter reads as the plain module has it."""
-
     def check(rank: int) -> None:
         plain, model = seeded_oddities(), by_block(seeded_oddities())
         leaves = dict(model.named_parameters(remove_duplicate=False))
@@ -74,7 +72,6 @@ def test_the_classic_name_is_the_same_function() -> None:
 
 
 def test_a_module_without_shards_opens_nothing() -> None:
-    """A module without sharded parameters opens nothing."""
     with gathered(nn.Linear(2, 2)) as module:
         assert module.weight.shape == (2, 2)
 

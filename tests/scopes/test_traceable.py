@@ -215,8 +215,6 @@ def test_fullgraph_on_four_ranks_and_replicas() -> None:
 
 
 def test_fullgraph_gathers_again_unless_kept() -> None:
-    """Fullgraph gathers again in backward unless kept."""
-
     def run(rank: int) -> None:
         for strategy, again in (("FULL_SHARD", 3), ("SHARD_GRAD_OP", 0)):
             torch._dynamo.reset()

@@ -182,8 +182,6 @@ def test_after_such_an_error_the_model_is_as_before(has_graph: bool) -> None:
 
 
 def test_reshard_releases_what_a_forward_kept() -> None:
-    """Reshard releases what a forward without backward kept."""
-
     def check(rank: int) -> None:
         model = one_unit(seeded(Tower))
         model(data(0, rank))

@@ -124,7 +124,7 @@ def test_memory_of_a_tensor_parallel_slice_is_an_error() -> None:
 
 
 def test_other_savers_write_nothing(tmp_path: Path) -> None:
-    """safetensors wrote heap bytes of the right shape, and took slices of a bucket for tied."""
+    """safetensors would write heap bytes, and take slices of one bucket for tied weights."""
     pytest.importorskip("safetensors")
     pytest.importorskip("numpy")
 
@@ -209,7 +209,7 @@ def test_flatten_parameters_leaves_slices_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_accelerate_save_model_is_refused(tmp_path: Path) -> None:
-    """It wrote 3 of 16 tensors, one of them wrong."""
+    """It would write 3 of 16 tensors, one of them wrong."""
     pytest.importorskip("accelerate")
 
     def ranks(rank: int) -> None:

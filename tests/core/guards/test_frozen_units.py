@@ -172,7 +172,7 @@ def test_a_frozen_unit_may_move_before_the_backward() -> None:
 
 
 def test_a_frozen_unit_is_given_an_optimizer() -> None:
-    """The sharded parameters in it were refused, as if the forward had used them."""
+    """The sharded parameters in it are not taken for tensors that the forward used."""
 
     class Training(nn.Module):
         def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Again(nn.Module):
 
 @pytest.mark.parametrize("by_method", [False, True])
 def test_a_frozen_unit_calls_itself(by_method: bool) -> None:
-    """Its backward ends at the input of the outermost call; it was released at that of an inner."""
+    """Its backward ends at the input of the outermost call; until then it stays gathered."""
 
     def ranks(rank: int) -> None:
         plain, model = (seeded(lambda: Again(by_method)).requires_grad_(False) for _ in range(2))

@@ -198,7 +198,7 @@ def test_a_write_through_data_before_backward(strategy: ShardingStrategy, held: 
 
 
 def test_a_counted_write_after_data_raises() -> None:
-    """Also where ``.data`` was handed out before, which no longer switches the check off (D8)."""
+    """Also where ``.data`` was handed out before."""
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(lambda: Tower(1)), strategy=ShardingStrategy.FULL_SHARD)

@@ -140,7 +140,6 @@ def inference(rank: int) -> None:
 
 
 def test_inference_and_exceptions_leave_it_at_rest() -> None:
-    """Inference and exceptions leave the model at rest."""
     run_ranks(inference, 2)
 
 
@@ -182,7 +181,6 @@ def test_a_copy_drives_its_own_state() -> None:
 
 
 def test_a_method_of_the_instance_is_given_back() -> None:
-    """A method of the instance is used and given back."""
     with single_process():
         model = seeded(Coder)
         own = lambda x: model.head(x) + 1  # noqa: E731

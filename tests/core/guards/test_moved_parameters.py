@@ -184,8 +184,6 @@ def test_gradients_waiting_for_replicas_convert() -> None:
 
 
 def test_compute_dtype_follows_policy_or_storage() -> None:
-    """Compute dtype follows the policy or else the storage."""
-
     def policy(name: str, param: nn.Parameter) -> MixedPrecision | None:
         return MixedPrecision(param_dtype=torch.float32) if "norm" in name else None
 
@@ -392,8 +390,6 @@ class Fail(torch.autograd.Function):
 
 
 def test_a_parameter_replaced_after_a_failed_step() -> None:
-    """A parameter replaced after a failed step is not lost."""
-
     def ranks(rank: int) -> None:
         model = by_block(Tower(1))
         x = data(0, rank).float().requires_grad_()
