@@ -88,6 +88,17 @@ class ThreeBuckets(Tower):
         return self
 
 
+class TwoKinds(nn.Sequential):
+    """Layers in single and in double precision: two buckets in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = self[0](x.float()).double()
+        return self[1](x) if both else x
+
+
 def two_blocks() -> Tower:
     return Tower(2)
 

@@ -25,18 +25,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.core.guards import moved_parameters
 
 from harness import fake_world, simulate_ranks
-from models import WIDTH, Tower, Twin, by_block, data, seeded, square, two_blocks, units
-
-
-class TwoKinds(nn.Sequential):
-    """Layers in single and in double precision: two buckets in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
-
-    def forward(self, x: Tensor, both: bool = True) -> Tensor:
-        x = self[0](x.float()).double()
-        return self[1](x) if both else x
+from models import WIDTH, Tower, Twin, TwoKinds, by_block, data, seeded, square, two_blocks, units
 
 
 def seeded_kinds() -> TwoKinds:

@@ -23,6 +23,7 @@ from models import (
     Checkpointed,
     Tower,
     Twin,
+    TwoKinds,
     by_block,
     data,
     mesh_of_replicas,
@@ -77,16 +78,6 @@ def test_what_is_made_between_calls_is_not_theirs() -> None:
         assert here.traffic.gathers == 0
 
     simulate_ranks(ranks)
-
-
-class TwoKinds(nn.Sequential):
-    """A layer in float, and one in double precision: two buckets of one unit."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self[1](self[0](x.float()).double())
 
 
 def test_gradients_of_one_bucket_are_asked_for() -> None:

@@ -40,6 +40,7 @@ from models import (
     Checkpointed,
     Tower,
     Twin,
+    TwoKinds,
     assert_at_rest,
     by_block,
     data,
@@ -208,16 +209,6 @@ def test_ranks_that_freeze_differently_in_a_later_step(frozen: tuple[str, str]) 
         RuntimeError, match=rf"{named} .* on rank {trains} and not on rank {freezes}"
     ):
         simulate_ranks(ranks)
-
-
-class TwoKinds(nn.Sequential):
-    """Layers in single and in double precision: two buckets in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self[1](self[0](x.float()).double())
 
 
 def test_a_read_of_data_on_one_rank_is_told() -> None:
