@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+import fsdp_compose as fc
 from fsdp_compose.scopes.gathered import gathered
 
-from models import (
-    WIDTH,
-    Block,
-)
+from models import WIDTH, Block
 
 
 class Oddities(nn.Module):
@@ -34,6 +36,14 @@ class Oddities(nn.Module):
 def seeded_oddities() -> nn.Module:
     torch.manual_seed(0)
     return Oddities()
+
+
+@contextmanager
+def open_until_reshard(model: Any) -> Iterator[None]:
+    """As ``gathered``, for a scope of two calls."""
+    fc.unshard(model)
+    yield
+    fc.reshard(model)
 
 
 def both(model: nn.Module, x: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,19 +14,13 @@ import fsdp_compose as fc
 
 from harness import simulate_ranks
 from models import Tower, by_block, data, seeded, sgd, square, whole
+from scoped_models import open_until_reshard
 
 
 def trained(rank: int) -> nn.Module:
     model = by_block(seeded(Tower))
     square(model, data(0, rank)).backward()
     return model
-
-
-@contextmanager
-def open_until_reshard(model: Any) -> Iterator[None]:
-    fc.unshard(model)
-    yield
-    fc.reshard(model)
 
 
 def list_flat(model: nn.Module) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,6 +30,7 @@ from models import (
     trainable,
     whole,
 )
+from scoped_models import open_until_reshard
 from tp_models import MLP, mesh_of
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -269,13 +268,6 @@ def open_one_block(model: Any) -> Any:
 
 def open_with_grads(model: Any) -> Any:
     return fc.gathered(model, with_grads=True, writeback=True)
-
-
-@contextmanager
-def open_until_reshard(model: Any) -> Iterator[None]:
-    fc.unshard(model)
-    yield
-    fc.reshard(model)
 
 
 SCOPES = (open_all, open_one_block, open_with_grads, open_until_reshard)
