@@ -404,13 +404,21 @@ def compute_device(mesh: MeshLike | None, param_device: torch.device) -> torch.d
         kind = mesh.device_type
     elif mesh is not None or dist.is_initialized():
         pg = mesh[0] if isinstance(mesh, tuple) else mesh
-        served = {p.split(":")[0]: p.split(":")[-1] for p in dist.get_backend_config(pg).split(",")}
         found = torch.accelerator.current_accelerator(check_available=True)
-        if found is not None and served.get(found.type, "gloo") != "gloo":
+        if found is not None and served_devices(pg).get(found.type, "gloo") != "gloo":
             kind = found.type
     if kind == param_device.type:
         return param_device
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def served_devices(pg: dist.ProcessGroup | None) -> dict[str, str]:
+    """By type of device the backend that serves it; empty where one backend serves whatever comes.
+
+    A group may be "cpu:gloo,cuda:nccl".
+    """
+    config = dist.get_backend_config(pg)
+    return dict(part.split(":") for part in config.split(",") if ":" in part)
 
 
 def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
@@ -447,9 +455,8 @@ def _let_gloo_end() -> None:
 
 
 def _backend(pg: dist.ProcessGroup, device: torch.device) -> str:
-    """Backend that serves ``device``: a group may be "cpu:gloo,cuda:nccl"."""
-    config = dist.get_backend_config(pg)
-    served = dict(part.split(":") for part in config.split(",") if ":" in part)
+    """Backend that serves ``device``."""
+    config, served = dist.get_backend_config(pg), served_devices(pg)
     name = served.get(device.type, config)
     if served and device.type not in served:
         raise ValueError(

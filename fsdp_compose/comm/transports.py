@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.base.group import Call, Group, Op, Started, Tensors, Transport
+from fsdp_compose.base.mesh import served_devices
 from fsdp_compose.base.torch_private import (
     GATHER_OPTIONS,
     REDUCE_OPTIONS,
@@ -260,8 +261,8 @@ def _find_served_device(group: Group) -> torch.device | None:
 
     A process group of NCCL alone serves no host: ``init_process_group("nccl")``.
     """
-    served = [part.split(":")[0] for part in dist.get_backend_config(group.pg).split(",")]
-    return None if "cpu" in served or len(served) > 1 else torch.device(served[0])
+    served = list(served_devices(group.pg))
+    return None if "cpu" in served or len(served) != 1 else torch.device(served[0])
 
 
 def _exchange_at_once(

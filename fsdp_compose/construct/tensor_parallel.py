@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import Group, get_global_rank
-from fsdp_compose.base.mesh import Mesh, group_of, refuse_ended
+from fsdp_compose.base.mesh import Mesh, group_of, refuse_ended, served_devices
 from fsdp_compose.base.strides import contiguous_strides, storage_order
 from fsdp_compose.base.torch_private import dtensor_spec, parameter_slots, root_mesh
 from fsdp_compose.comm.meeting import gather_objects_or_differ
@@ -133,7 +133,6 @@ def _spell(parts: list[Any]) -> list[str]:
 
 
 def _check_group(mesh: TPGroup) -> Group:
-    cpu = torch.device("cpu")
     refuse_ended(mesh, "declare_tensor_parallel")
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
@@ -143,9 +142,9 @@ def _check_group(mesh: TPGroup) -> Group:
             )
         return group_of(mesh.get_group(0), torch.device(mesh.device_type))
     if isinstance(mesh, dist.ProcessGroup):
-        served = dist.get_backend_config(mesh)
-        kind = next((part.split(":")[0] for part in served.split(",") if ":" in part), "cpu")
-        return group_of(mesh, cpu if "cpu:" in served else torch.device(kind))
+        served = served_devices(mesh)
+        kind = "cpu" if "cpu" in served else next(iter(served), "cpu")
+        return group_of(mesh, torch.device(kind))
     raise TypeError(
         f"declare_tensor_parallel: mesh is {mesh!r}; wanted a DeviceMesh of one dimension or a "
         "ProcessGroup."
