@@ -28,7 +28,7 @@ Files, each importing only from those above it:
     tree           tensors inside whatever a module takes and returns
     taken_back     what a forward that is only looked at sets on its modules, undone
     casts          what goes into a unit and comes out, in the dtypes of its policy
-    parts          a flat tensor cut by rank
+    parts          a flat tensor cut by rank, or around spans of it
     strides        how a tensor is flattened
     memory         the bytes that a tensor has in its storage, or had
     unwritten      marks memory that nobody has written yet
