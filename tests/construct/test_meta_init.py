@@ -334,18 +334,31 @@ def test_build_on_meta_then_shard_then_load(loader: Callable[..., None], world: 
     run_ranks(ranks, world)
 
 
-def test_what_was_not_loaded_is_named_on_every_rank() -> None:
+class Barer(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ParameterList(torch.ones(2) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [(Bare, ["shift"]), (Barer, ["shift", *(f"more.{i}" for i in range(4))])],
+)
+def test_what_was_not_loaded_is_named_on_every_rank(build: type[Bare], names: list[str]) -> None:
+    """By rank, and in one order in every process, whatever the order of its sets."""
+
     def ranks(rank: int) -> None:
-        model = on_meta(Bare)
+        model = on_meta(build)
         fully_shard(model)
         wanted = full(unlike(3, Bare))
         del wanted["shift"]  # one element, which only the last rank holds
         model.load_state_dict(wanted, strict=False)
         model(data(0, rank).float())
 
+    listed = ", ".join(f"parameter {name!r}" for name in names)
     for text in rank_errors(ranks, 3):
         assert text is not None
-        assert "RuntimeError: unit 'Bare': parameter 'shift' came from the meta device" in text
+        assert f"RuntimeError: unit {build.__name__!r}: {listed} came from the meta" in text
 
 
 def test_reset_parameters_leaves_real_weights() -> None:
