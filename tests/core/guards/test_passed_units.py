@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
+from fsdp_compose.base.process import here
 from fsdp_compose.buckets.bucket import Phase
 from fsdp_compose.sharded import is_sharded
 
@@ -100,5 +101,23 @@ def test_units_are_released_in_turn(how, segment, nested, options, most):
                 side.zero_grad()
         for name, value in fc.state_dict(model).items():
             torch.testing.assert_close(value, plain.state_dict()[name])
+
+    simulate_ranks(program)
+
+
+def test_a_unit_is_past_at_the_first_of_its_calls() -> None:
+    """Called again behind another unit, it stays gathered until backward is past both calls."""
+
+    def program(rank: int) -> None:
+        twice = Block()
+        model = nn.Sequential(twice, Block(), twice)
+        fc.fully_shard(model, units=fc.wrap.by_class(Block))
+        for _ in range(2):
+            x = torch.randn(3, WIDTH, requires_grad=True)
+            loss = model(x).square().sum()
+            before = here.traffic.gathers
+            torch.autograd.grad(loss, x)
+            assert here.traffic.gathers - before <= 2, "each unit once"
+            assert {b.phase for u in units(model) for b in u.buckets} == {Phase.SHARDED}
 
     simulate_ranks(program)
