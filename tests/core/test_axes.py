@@ -91,7 +91,9 @@ def test_owners_of_parts_that_were_split_by_hand() -> None:
     def ranks(rank: int) -> None:
         mesh = mesh_of(dp=2, tp=2)
         sizes = ((5, 2), (1, 6))
-        for granularity in ("tensor", 1):
+        low = fc.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+        for granularity, mp in (("tensor", None), (1, None), (1, low)):
+            kind = torch.float64 if mp is None else torch.bfloat16
             torch.manual_seed(0)
             full = [torch.randn(7, 4, dtype=torch.float64) for _ in sizes]
             plain = nn.ParameterList(tensor.clone() for tensor in full)
@@ -101,12 +103,16 @@ def test_owners_of_parts_that_were_split_by_hand() -> None:
             for layer, part in zip(model, parts, strict=True):
                 layer.weight = nn.Parameter(part)
             declare_tensor_parallel(model.parameters(), mesh["tp"], 0)
-            fc.fully_shard(model, mesh=mesh["dp"], granularity=lambda *_, g=granularity: g)
+            mp = mp or fc.MixedPrecision()
+            choose = lambda *_, g=granularity: g  # noqa: E731
+            fc.fully_shard(model, mesh=mesh["dp"], granularity=choose, mp_policy=mp)
             optim = fc.owner_step(model.parameters(), MAKE["muon"])
+            for param in plain:
+                param.grad_dtype = kind
             wanted = MAKE["muon"](plain.parameters())
             for seed in range(2):
                 for ours, theirs, size in zip(model.parameters(), plain, sizes, strict=True):
-                    theirs.grad = data(seed, 0, 7, 4)
+                    theirs.grad = data(seed, 0, 7, 4).to(kind)
                     ours.grad = theirs.grad.split(size)[tp].clone()
                 optim.step(), wanted.step()
             found: dict[str, Tensor] = fc.state_dict(model)

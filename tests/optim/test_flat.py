@@ -19,6 +19,7 @@ from fsdp_compose import (
     Offload,
     ShardingStrategy,
     fully_shard,
+    grad_norm,
     refresh,
     set_reshard_after_backward,
     undo,
@@ -387,6 +388,14 @@ def test_low_precision_gradients() -> None:
         square(model, data(0, rank, dtype=torch.float32)).backward()
         assert {p.dtype for p in leaves} == {torch.float32}
         assert {p.grad.dtype for p in leaves} == {torch.bfloat16}
+        for param in (*leaves, *model.parameters()):
+            param.grad = None
+        for param in model.parameters():  # given one by one, where nothing packed them
+            param.grad = torch.full(param.shape, 2.0, dtype=torch.bfloat16)
+        numel = sum(param.numel() for param in model.parameters())
+        torch.testing.assert_close(grad_norm(model).float(), torch.tensor(4.0 * numel).sqrt())
+        assert {p.grad.dtype for p in leaves} == {torch.bfloat16}
+        assert {x for p in leaves for x in p.grad.tolist()} <= {0.0, 2.0}
 
     run_ranks(ranks)
 
