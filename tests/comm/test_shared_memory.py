@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,8 @@ def train_alike(rank: int, way: str) -> None:
             send = getattr(transports, name)
             patch.setattr(transports, name, lambda *a, send=send: pytest.fail(a[-1].purpose)
                           if a[-1].offers is not None else send(*a))  # fmt: skip
+        refused = {"gather": transports._gather_pairs, "reduce_scatter": transports._reduce_pairs}
+        patch.setattr(transports, "PAIRS", replace(PAIRS, **refused))  # of groups without segments
         found = train(options, shape)
     assert tickets() > 0
     assert all(map(torch.equal, found, wanted))
