@@ -2,7 +2,7 @@
 
 The engine's own ``Schedule`` decides, and a ledger counts bytes where the engine moves them. So
 traffic and memory are those of a real step as far as the forward runs each module once, in the
-order of registration, on one device, and gradients are synchronised.
+order of registration or that of the last forward, on one device, and gradients are synchronised.
 """
 
 from __future__ import annotations
@@ -335,7 +335,8 @@ class _Player:
     """Tells a schedule the events of a step, as hooks and autograd tell the engine's."""
 
     def __init__(self, survey: Survey) -> None:
-        self.events = survey.events
+        self.events = survey.played
+        self.reached, self.bounded = _graph(self.events)
         self.nodes = {id(record): _node(record) for record in survey.records}
         for node in self.nodes.values():
             for name in ("forward_list", "backward_list"):
@@ -366,19 +367,18 @@ class _Player:
 
     def _forward(self) -> None:
         schedule = self.schedule
-        is_watched = False  # something trained was read, so outputs lead backward to it
         for event in self.events:
             node = self.nodes[id(event.record)]
             self.ledger.at = ("forward", node.name)
             if event.use is not None:
-                is_watched = is_watched or event.use.grad_bytes > 0
-            elif event.enters:
+                continue
+            if event.enters:
                 schedule.active.append(node)
                 schedule.enter_forward(node, recomputing=False)
                 schedule.look_ahead(node)
             else:
                 schedule.active.pop()
-                is_read = is_watched and node.expected.is_read
+                is_read = id(event) in self.reached and node.expected.is_read
                 backward: Backward = "seen" if is_read else "none"
                 schedule.leave_forward(node, backward, training=True, recomputing=False)
                 if not schedule.active:
@@ -387,14 +387,13 @@ class _Player:
     def _backward(self) -> None:
         schedule, ledger = self.schedule, self.ledger
         schedule.drop_prefetched()
-        reached, bounded = _graph(self.events)
         for event in _reverse(self.events):
             node = self.nodes[id(event.record)]
             ledger.at = ("backward", node.name)
             if event.use is not None:
                 if event.use.grad_bytes:
                     self._make_gradient(node, event.use, event.in_product)
-            elif event.leaves and id(event) in reached:
+            elif event.leaves and id(event) in self.reached:
                 node.opened = True
                 if node.expected.is_read:
                     schedule.enter_backward(node)
@@ -405,7 +404,7 @@ class _Player:
                 ledger.change(gradients=-sum(node.gradients.values()))
                 node.gradients.clear()
                 node.transposed.clear()
-            elif event.enters and node.opened and id(event) in bounded:
+            elif event.enters and node.opened and id(event) in self.bounded:
                 node.opened = False
                 schedule.leave_backward(node)
         packed = [i for i, is_packed in enumerate(ledger.is_packed) if is_packed]
@@ -455,16 +454,25 @@ def _reverse(events: Sequence[Event]) -> list[Event]:
 def _graph(events: Sequence[Event]) -> tuple[set[int], set[int]]:
     """Which exits backward reaches, and which entries tell the end of a unit without gradients.
 
-    A tensor needs a gradient once a trained parameter was read before it.
+    A tensor needs a gradient once a trained parameter was read before it, and where a backward
+    that ran has shown it.
     """
     needs = False
     reached: set[int] = set()
     bounded: set[int] = set()
+    entered: dict[Record, int] = {}
     for event in events:
         if event.use is not None:
             needs = needs or event.use.grad_bytes > 0
-        elif needs:
-            (reached if event.leaves else bounded).add(id(event))
+        elif event.enters:
+            entered[event.record] = id(event)
+            if needs:
+                bounded.add(id(event))
+        elif needs if event.record.is_reached is None else event.record.is_reached:
+            reached.add(id(event))
+            if not needs:  # its inputs did
+                needs = True
+                bounded.add(entered[event.record])
     return reached, bounded
 
 

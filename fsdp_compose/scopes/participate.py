@@ -134,7 +134,7 @@ def passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:
 
     The last backward tells; where there was none, ``nn.Sequential`` is known to.
     """
-    for visited in _list_passes(unit.engine.schedule.backward_order):
+    for visited in list_passes(unit.engine.schedule.backward_order):
         if unit in visited and not inner.isdisjoint(visited):
             first = min(map(visited.index, inner.intersection(visited)))
             return first < visited.index(unit)
@@ -158,7 +158,7 @@ def _list_visits(registered: list[Unit], around: Unit | None = None) -> list[Uni
         found = _find_outermost(schedule.forward_order, inner)
     if found is None:
         orders = filter(None, (schedule.eval_order, schedule.forward_order))
-        passes = (visited for order in orders for visited in _list_passes(order))
+        passes = (visited for order in orders for visited in list_passes(order))
         runs = (_find_last_run(visited, inner, around) for visited in passes)
         found = next((run for run in runs if run is not None), None)
     return list(dict.fromkeys(registered)) if found is None else found
@@ -203,7 +203,7 @@ def _find_last_run(visited: list[Unit], inner: set[Unit], around: Unit | None) -
     return _take_while_inside(visited[start::-1], inner)[::-1]
 
 
-def _list_passes(order: Order) -> Iterator[list[Unit]]:
+def list_passes(order: Order) -> Iterator[list[Unit]]:
     """The units of each pass that ended and is known, the last one first."""
     ended = order.current[:-1] if order.is_open else order.current
     for refs in (*reversed(ended), *order.routes):

@@ -1,0 +1,136 @@
+"""A plan of a module that has run knows in which order, and what backward reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compose import Prefetch, fully_shard, wrap
+from fsdp_compose.report import Plan, count_traffic, plan
+
+from harness import fake_world
+from models import Block, Ledger, seeded, units
+
+WIDTH = 128
+
+
+class Adapted(nn.Module):
+    """Frozen blocks, and adapters in a list of their own, which run between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, 2 * WIDTH) for _ in range(4))
+        self.adapters = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) for _ in range(4)
+        )
+        self.blocks.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, adapter in zip(self.blocks, self.adapters, strict=True):
+            x = block(x)
+            x = x + adapter(x)
+        return x
+
+
+def measure(model: nn.Module) -> tuple[Ledger, Ledger, Any]:
+    """Memory of a steady forward and backward, without shards, and the traffic of both."""
+    x = torch.ones(1, WIDTH)
+    for _ in range(3):
+        with count_traffic() as traffic:
+            shards = [param.to_local() for param in model.parameters()]
+            with Ledger(x, *shards) as forward:
+                loss = model(x).square().mean()
+            with Ledger(x, *shards) as backward:
+                backward.storages = forward.storages
+                loss.backward()
+        model.zero_grad()
+        del loss
+    return forward, backward, traffic
+
+
+def check(found: Plan, forward: Ledger, backward: Ledger, traffic: Any, early: int = 0) -> None:
+    """Args: early: bytes of gradients that the plan takes to be made too early."""
+    activations = 100 * WIDTH  # one row
+    for measured, planned in (
+        (forward.peak, found.memory.forward.total),
+        (backward.peak, found.memory.backward.total),
+    ):
+        assert planned <= 1.02 * measured + early and measured <= 1.02 * planned + activations
+    step = found.step
+    assert (step.gathers, step.gather_bytes) == (traffic.gathers, traffic.gather_bytes)
+    assert (step.reduces, step.reduce_bytes) == (traffic.reduces, traffic.reduce_bytes)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "released": {},
+    "kept": {"reshard_after_forward": False},
+    "gathered ahead by two": {"prefetch": Prefetch(2, 2)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("classes", [{Block, nn.Sequential}, {Block}], ids=["units", "outside"])
+def test_adapters_in_a_list_of_their_own(classes: set[type], options: str) -> None:
+    """Units, or parts of the outermost one: backward reaches the blocks behind the first.
+
+    When the outermost unit reads which of its parameters is not known.
+    """
+    with fake_world(8):
+        model = seeded(Adapted).float()
+        fully_shard(model, units=wrap.by_class(classes), **OPTIONS[options])
+        before = plan(model).memory.backward.total
+        run = measure(model)
+        early = sum(p.numel() * 4 for p in model.adapters.parameters()) if classes == {Block} else 0
+        check(plan(model), *run, early)
+        assert plan(model).memory.backward.total > 4 * before
+
+
+def test_a_forward_is_enough_for_units() -> None:
+    with fake_world(8):
+        model = seeded(Adapted).float()
+        fully_shard(model, units=wrap.by_class({Block, nn.Sequential}))
+        model(torch.ones(1, WIDTH))
+        found = plan(model).memory
+        run = measure(model)
+        assert found == plan(model).memory
+        check(plan(model), *run)
+
+
+class Backwards(nn.Module):
+    """Runs its blocks in the other order than they are registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [2, 8, 1, 4]
+        self.blocks = nn.ModuleList(Block(WIDTH, size * WIDTH) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def test_units_in_another_order_than_registered() -> None:
+    with fake_world(8):
+        model = seeded(Backwards).float()
+        fully_shard(model, units=wrap.by_class({Block}))
+        check(plan(model), *measure(model))
+
+
+def test_what_trains_was_changed_since() -> None:
+    """What backward reached before says nothing then, the order of the units does."""
+    with fake_world(8):
+        model = seeded(Adapted).float()
+        fully_shard(model, units=wrap.by_class({Block, nn.Sequential}))
+        measure(model)
+        model.requires_grad_(True)
+        model.adapters[:3].requires_grad_(False)
+        model.blocks[:3].requires_grad_(False)
+        planned = plan(model).memory
+        run = measure(model)
+        assert planned == plan(model).memory
+        check(plan(model), *run)
+        assert not any(unit.holds for unit in units(model))
