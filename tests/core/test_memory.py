@@ -25,6 +25,7 @@ from fsdp_compose import (
     simulate,
     wrap,
 )
+from fsdp_compose.core.state import iter_units
 from fsdp_compose.report import plan
 
 from harness import fake_world, run_ranks
@@ -241,6 +242,69 @@ def test_units_called_again_take_no_more_than_fsdp2() -> None:
         ours = timeline(model, words)
         theirs = timeline(shard_by_fsdp2(seeded(Looped).float(), mesh, True), words)
         assert ours.names == theirs.names and max(ours.most) <= max(theirs.most)
+
+
+class Recurrent(nn.Module):
+    """Two units, each called several times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, 4 * WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for _ in range(4):
+                x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_calls_in_a_row_take_no_more_than_fsdp2() -> None:
+    """What the unit before is reduced from is free when backward comes to an earlier call."""
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    with fake_world(8):
+        mesh, model, x = (
+            init_device_mesh("cpu", (8,)),
+            seeded(Recurrent).float(),
+            torch.ones(1, 256),
+        )
+        units = wrap.by_class({Block})
+        fully_shard(model, mesh=mesh, units=units, mp_policy=MixedPrecision(**dtypes))
+        ours = timeline(model, x)
+        other, policy = seeded(Recurrent).float(), MixedPrecisionPolicy(**dtypes)
+        for block in other.blocks:
+            fsdp2(block, mesh=mesh, mp_policy=policy)
+        theirs = timeline(fsdp2(other, mesh=mesh, mp_policy=policy), x)
+        assert ours.names == theirs.names and max(ours.most) <= 1.001 * max(theirs.most)
+
+
+class TwoStreams(nn.Module):
+    """A block that hands on two tensors, and says how many reductions its backward finds."""
+
+    def __init__(self, found: list[int]) -> None:
+        super().__init__()
+        self.layer, self.found = nn.Linear(6, 6), found
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = map(self.layer, pair)
+        for tensor in (a, b):
+            tensor.register_hook(self.look)
+        return torch.tanh(a), torch.tanh(b)
+
+    def look(self, grad: Tensor) -> None:
+        self.found.append(len(next(iter_units(self)).engine.reductions))
+
+
+def test_a_second_output_finishes_no_reduction() -> None:
+    """It belongs to the same call, beside whose backward the one before is still reduced."""
+    found: list[int] = []
+    with fake_world(2):
+        model = nn.Sequential(*(TwoStreams(found) for _ in range(4)))
+        for block in model:
+            fully_shard(block, reshard_after_forward=True)
+        a, b = model((torch.ones(1, 6), torch.ones(1, 6)))
+        (a + b).sum().backward()
+    assert found == [0] * 2 + [1] * 6
 
 
 def test_calls_with_others_between_add_up() -> None:

@@ -30,6 +30,7 @@ from fsdp_compose.base.torch_private import (
     made_at,
     next_node_number,
     remove_forward_hooks,
+    running_node,
     transforms_active,
     untraced,
 )
@@ -70,12 +71,25 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
                 checks.entrance = "outputs"
             if task.unasked:
                 release_passed(task, grad)
+            if reached.run.task is task and reached.engine.reductions:
+                finish_before_earlier_call(reached)
             open_backward(reached, task)
             if reached.links.dtensors and torch.is_grad_enabled():
                 watch_conversions(reached)
 
         unit.checks.trigger = trigger
     return unit.checks.trigger
+
+
+def finish_before_earlier_call(unit: Unit) -> None:
+    """Finish reductions under way where the unit's backward goes on to an earlier call of it.
+
+    They had the backward of the last call to come to an end; what follows may be as long as the
+    calls are many, and holds their buffers until then.
+    """
+    live = unit.run.live
+    if live is not None and made_at(running_node()) < live.joined_at:
+        unit.engine.schedule.work.finish_reductions()
 
 
 def watch_hooked(unit: Unit) -> None:
