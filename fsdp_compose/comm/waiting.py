@@ -193,10 +193,13 @@ def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
     """Note that the device waits for ``ranks`` until it passes ``mark``; the host goes on.
 
     The oldest mark that is not known to have passed is kept, and the newest one; none of those in a
-    graph, which the device passes when it is replayed. The watch's thread asks a device about old
-    marks alone, since its question would end the capture of a graph in another thread.
+    graph, which the device passes when it is replayed, and none of before it, since to ask a device
+    about them may end the capture of a graph in another thread. A device that waits for no other
+    rank is only slow.
     """
     if is_capturing():
+        forget_marks()
+    if is_capturing() or len(ranks) < 2:
         return
     watch = the_watch()
     wait = watch.newest = Wait(purpose, ranks, monotonic(), mark)

@@ -119,7 +119,7 @@ def _watch(reduction: Reduction) -> None:
     """Have the time watched that an accelerator takes for it."""
     if reduction.done is not None:
         bucket = reduction.bucket
-        waiting.watch_mark(reduce_purpose(bucket), bucket.mesh.gather_axis.ranks, reduction.done)
+        waiting.watch_mark(reduce_purpose(bucket), bucket.mesh.shard.ranks, reduction.done)
 
 
 def _begin(reduction: Reduction) -> None:

@@ -208,6 +208,20 @@ def test_the_watch_asks_for_old_marks_alone() -> None:
         assert [wait.mark for wait in watch.waits.values()] == [later]
 
 
+def test_a_capture_and_one_rank_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph without gradients is captured, too; and a rank alone waits for nobody."""
+    watch = waiting._Watch()
+    monkeypatch.setattr(here, "watch", watch)
+    monkeypatch.setattr(watch, "start", lambda: None)
+    waiting.watch_mark("reduce", (3,), Refuses())
+    assert watch.newest is None and not watch.waits
+    waiting.watch_mark("gather", (0, 1), Refuses())
+    assert watch.newest is not None and watch.waits
+    monkeypatch.setattr(waiting, "is_capturing", lambda: True)
+    waiting.watch_mark("gather", (0, 1), Refuses())
+    assert watch.newest is None and not watch.waits
+
+
 def test_a_device_that_waits_is_told_without_the_host() -> None:
     """The oldest mark that has not passed is what is waited for; passed ones are forgotten."""
 

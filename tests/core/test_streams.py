@@ -276,6 +276,23 @@ def test_what_a_device_waits_for_is_noted(
     run_ranks(ranks, 2)
 
 
+def test_a_reduction_over_two_axes_names_all_ranks() -> None:
+    """The device passes its mark once the replicas have come, too."""
+
+    def ranks(rank: int) -> None:
+        noted: list[tuple[str, list[int]]] = []
+        with pytest.MonkeyPatch.context() as patch, watched(patch):
+            patch.setattr(waiting, "watch_mark", lambda what, ranks, _: noted.append((what, ranks)))
+            mesh = mesh_of_replicas(2, 2)
+            fused = ShardingStrategy.HYBRID_SHARD_OPTIMIZER
+            model = by_block(seeded(Tower), strategy=fused, mesh=mesh)
+            square(model, data(0, rank)).backward()
+        reduced = [sorted(ranks) for what, ranks in noted if what.startswith("reduce")]
+        assert reduced and all(found == [0, 1, 2, 3] for found in reduced)
+
+    run_ranks(ranks, 4)
+
+
 def test_buckets_that_travel_together_are_one_wait() -> None:
     """The compute stream waits once for all buckets of a unit, which one call gathers."""
 
