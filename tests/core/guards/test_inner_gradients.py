@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp_compose as fc
 from fsdp_compose import Offload, ShardingStrategy
+from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, simulate_ranks
 from models import WIDTH, Twin, assert_at_rest, data, one_unit, seeded, square
@@ -191,6 +192,23 @@ def test_gradients_edited_in_backward_hooks_raise(edit: str) -> None:
 
     for text in rank_errors(ranks, 2):
         assert text is not None and "cleared or set the gradient of parameter 'last.wei" in text
+
+
+def test_a_failed_backward_shows_shards_all_the_same() -> None:
+    """Where a hook has cleared a gradient and then raises, its error is the one to see."""
+
+    def fail(param: nn.Parameter) -> None:
+        param.grad = None
+        raise ValueError("of the hook")
+
+    def ranks(rank: int) -> None:
+        model = one_unit(seeded(lambda: Hooked("hook")))
+        model.does = fail
+        with pytest.raises(ValueError, match=r"of the hook"):
+            square(model, data(0, rank)).backward()
+        assert all(map(is_sharded, model.parameters()))
+
+    simulate_ranks(ranks)
 
 
 def test_backward_hooks_may_leave_gradients_alone() -> None:
