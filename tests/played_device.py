@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compose.base import streams
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm import transports
+from fsdp_compose.comm import small_reduce, transports
 from fsdp_compose.core import state
 from fsdp_compose.core.autograd import EngineWork
 
@@ -132,6 +132,7 @@ class Races(TorchDispatchMode):
         self.freed: dict[int, list[Use]] = {}  # by stream, of memory that went back to its pool
         self.found: list[str] = []
         self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
+        self.host, self.hosted = Stream(), set[int]()  # which storages lie there
         self.calls: list[int] = []  # of gathers through the group's collectives: their buffers
         self.reduce_calls: list[int] = []  # likewise of reductions
 
@@ -155,6 +156,12 @@ class Races(TorchDispatchMode):
                     self.memory[storage._cdata] = Memory(allocated_on=self.device.active.key)
                 self.note(storage, name, True)
         return result
+
+    def put_on_host(self, tensor: Tensor) -> Tensor:
+        """From now on, what is done to its memory beside no other stream is done by the host."""
+        self.hosted.add(tensor.untyped_storage()._cdata)
+        self.kept.append(tensor.untyped_storage())
+        return tensor
 
     def allocate(self, what: str) -> None:
         """The current stream's pool may hand out memory again that was freed before."""
@@ -182,11 +189,14 @@ class Races(TorchDispatchMode):
         return written
 
     def note(self, storage: Any, what: str, writes: bool) -> None:
-        stream = self.device.active
+        stream, key = self.device.active, storage._cdata
+        self.seen.add((what, stream is self.device.main))
+        if key in self.hosted and stream is self.device.main:
+            stream = self.host  # which is behind what it has waited for, and nothing else
+        else:
+            stream.wait_event(self.host.record_event())  # that is done when this is issued
         stream.clock[stream.key] += 1
         use = Use(stream.key, stream.clock[stream.key], what, not writes)
-        self.seen.add((what, stream is self.device.main))
-        key = storage._cdata
         if not storage.resizable() and not is_shared(storage):
             key = -storage.data_ptr()  # static buffers, in which units have storages of their own
         if key < 0:
@@ -232,7 +242,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     several, single = transports.all_gather_several, transports.all_gather_single
     reduce = transports.reduce_scatter_single
     reduce_several = transports.reduce_scatter_several
-    resize = torch.UntypedStorage.resize_
+    resize, post, add_up = torch.UntypedStorage.resize_, transports.post_pairs, comm.all_reduce
+    start = comm.GatherPlan.start
 
     def note_gather(whole: Any, own: Any) -> None:
         races.note(own.untyped_storage(), "gather from", False)
@@ -276,6 +287,23 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         races.note(grad.untyped_storage(), "all-reduce", True)
         return sum_all(grad, *rest)
 
+    def noted_start(plan: Any, *given: Any) -> Any:
+        exchange = start(plan, *given)
+        exchange.wait()  # what is decoded on a device is in the order of its stream
+        return exchange
+
+    def noted_pairs(incoming: Any, outgoing: Any, *rest: Any) -> Any:
+        """What pairs exchange; gathers and reductions over pairs are noted as such, too."""
+        for tensor in outgoing.values():
+            races.note(tensor.untyped_storage(), "send", False)
+        for tensor in incoming.values():
+            races.note(tensor.untyped_storage(), "receive", True)
+        return post(incoming, outgoing, *rest)
+
+    def noted_all_reduce(tensor: Any, *rest: Any, **options: Any) -> Any:
+        races.note(tensor.untyped_storage(), "all-reduce", True)
+        return add_up(tensor, *rest, **options)
+
     def noted_resize(storage: Any, nbytes: int) -> Any:
         races.resized(storage, nbytes)
         return resize(storage, nbytes)
@@ -283,6 +311,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     monkeypatch.setattr(comm, "gather_parts", noted_gather)
     monkeypatch.setattr(comm, "reduce_scatter_parts", noted_scatter)
     monkeypatch.setattr(comm, "sum_replicas", noted_sum)
+    monkeypatch.setattr(comm.GatherPlan, "start", noted_start)
+    monkeypatch.setattr(transports, "post_pairs", noted_pairs)
+    for module in (comm, small_reduce):
+        monkeypatch.setattr(module, "all_reduce", noted_all_reduce)
     monkeypatch.setattr(transports, "all_gather_several", noted_several)
     monkeypatch.setattr(transports, "all_gather_single", noted_single)
     monkeypatch.setattr(transports, "reduce_scatter_single", noted_reduce)
