@@ -255,8 +255,8 @@ def check_form(package: Path) -> list[str]:
 
 PROCESS = "base/process"  # what a process has one of stands there
 OUTSIDE_PROCESS = {
-    "comm/collectives:NOTHING_SENT": "a constant: waiting for it changes nothing",
-    "comm/collectives:BEGUN_BY_HALF": "a constant, as that one",
+    "comm/under_way:NOTHING_SENT": "a constant: waiting for it changes nothing",
+    "comm/under_way:BEGUN_BY_HALF": "a constant, as that one",
     "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
     "scopes/compile:_numbers": "numbers units in graphs, and their calls, as torch keeps graphs",
     "sharded/tensor:HANDLERS": "functions by torch function, which the next file writes",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.base.group import Call, Group, Op, Started, Transport, check_started
+from fsdp_compose.base.group import Call, Group, Op, Started, Transport
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
@@ -31,90 +31,14 @@ from fsdp_compose.comm.messages import end_messages as end_messages
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
 from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
-from fsdp_compose.comm.posted import may_go_on
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
-from fsdp_compose.comm.sums import add_up, scale_in_place
 from fsdp_compose.comm.transports import premultiplies, room_for_parts
 from fsdp_compose.comm.transports import transport_of as transport_of
-
-
-@dataclass(eq=False, slots=True)
-class Exchange:
-    """Communication under way; ``wait`` makes its data safe to read on the current stream.
-
-    Raises:
-        RuntimeError: another rank has died, did not answer within the group's timeout, or differs.
-    """
-
-    works: Sequence[Any] = ()
-    purpose: str = "communicate"
-    peers: Sequence[int] = ()  # by work, the global rank it is with; empty: all ranks at once
-    heads: Heads | None = None
-    finish: Callable[[], None] | None = None  # called when the data has arrived
-    is_lost: bool = False  # the data did not come, and nobody is to read it
-    is_open: bool = False  # nor are others to use its memory, where data may yet come
-
-    def wait(self) -> None:
-        works, heads, finish = self.works, self.heads, self.finish
-        if works or heads is not None or finish is not None:
-            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
-            try:
-                if heads is None or heads.check():
-                    wait_for(works, self.peers, self.purpose)
-                    if finish is not None:
-                        finish()
-                    self.is_lost = False
-            finally:
-                self.is_open = self.is_lost and may_go_on(works, bool(self.peers))
-        if self.is_lost:
-            raise RuntimeError(
-                f"{self.purpose}: its data did not come, since ranks ran different units while it "
-                "was under way, or one did not answer. No weights are lost: discard this step, and "
-                "run the next one."
-            )
-
-    def end(self) -> None:
-        """Wait where nobody is to read the data, and it may have been lost."""
-        if self.will_be_lost():
-            self.is_open |= may_go_on(self.works, bool(self.peers))
-            self.works, self.heads, self.finish, self.is_lost = (), None, None, True
-        else:
-            self.wait()
-
-    def will_be_lost(self) -> bool:
-        """Whether ``wait`` would raise, as far as this rank knows."""
-        return self.is_lost or (self.heads is not None and self.heads.is_outdated())
-
-
-NOTHING_SENT = Exchange()  # one that is over, for whoever communicates nothing
-BEGUN_BY_HALF = Exchange(is_open=True)  # the start of it raised, perhaps behind its first messages
-
-
-@dataclass(slots=True)
-class ReduceScatter:
-    """A reduce-scatter under way: this rank's part of the sum, or what each rank adds to it."""
-
-    exchange: Exchange
-    contributions: Sequence[torch.Tensor]
-    own: int = 0  # index of this rank's contribution, which lies in the packed buffer
-    release: Callable[[], None] | None = None  # lets other ranks write their memory again
-    in_tree: bool = False  # neighbours are added first, not all in rank order
-
-    def result(self, dtype: torch.dtype, scale: float) -> torch.Tensor:
-        """This rank's part of the sum, times ``scale``, in ``dtype``; a tensor of its own."""
-        self.exchange.wait()
-        parts, self.contributions = self.contributions, ()
-        if len(parts) == 1:
-            total = parts[0] if parts[0].dtype == dtype else parts[0].to(dtype)
-            return total if scale == 1.0 else scale_in_place(total, scale)
-        is_spare = self.release is None and parts[0].dtype == dtype
-        received = parts[1 if self.own == 0 else 0]
-        total = received if is_spare else torch.empty_like(received, dtype=dtype)
-        add_up(parts, total, scale, self.in_tree)
-        if self.release is not None:
-            self.release()
-        return total
+from fsdp_compose.comm.under_way import BEGUN_BY_HALF as BEGUN_BY_HALF
+from fsdp_compose.comm.under_way import NOTHING_SENT as NOTHING_SENT
+from fsdp_compose.comm.under_way import Exchange as Exchange
+from fsdp_compose.comm.under_way import ReduceScatter as ReduceScatter
 
 
 def _open(
@@ -173,8 +97,6 @@ def gather_parts(
     traffic.gather_bytes += whole.numel() - nbytes
     call, heads = _open(group, transport, purpose, nbytes, caller, own)
     started = transport.gather(whole, parts, own, call)
-    if group.transport is not None:
-        check_started("gather", started)
     exchange = Exchange(started.works, purpose, started.peers, heads, finish)
     if finish is not None and not whole.is_cpu:
         exchange.wait()
@@ -295,8 +217,6 @@ def reduce_scatter_parts(
     else:
         call = call if factor == 1.0 else call._replace(factor=factor)
         started = transport.reduce_scatter(whole, parts, call)
-        if group.transport is not None:
-            check_started("reduce_scatter", started, whole, parts[group.rank], group)
     exchange = Exchange(started.works, purpose, started.peers, heads)
     return ReduceScatter(exchange, started.parts, group.rank, started.release, in_tree)
 
@@ -322,8 +242,6 @@ class ReducePlan:
         traffic.reduce_bytes += self.nbytes
         if started is None:
             started = self.transport.reduce_scatter(self.whole, self.parts, self.call)
-        if (group := self.call.group).transport is not None:
-            check_started("reduce_scatter", started, self.whole, self.parts[group.rank], group)
         exchange = scatter.exchange
         exchange.works, exchange.peers, scatter.contributions, scatter.release = started
         exchange.is_lost = exchange.is_open = False

@@ -268,6 +268,8 @@ def _find_served_device(group: Group) -> torch.device | None:
 def _exchange_at_once(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], call: Call
 ) -> Started:
+    if call.group.backend == "gloo":  # whose lists are of pieces of one size
+        return _exchange_pairs(outgoing, incoming, call)
     # By lists: the pieces travel from and to where they lie, without a copy into one buffer.
     rank = call.group.rank
     sent, received = list(outgoing), list(incoming)

@@ -14,6 +14,7 @@ from fsdp_compose.base.mesh import Mesh, check_fusable, check_subgroup, compute_
 from fsdp_compose.base.policy import MixedPrecision, MixedPrecisionLike
 from fsdp_compose.base.torch_private import is_opaque, steps_in_backward
 from fsdp_compose.buckets.entries import entry_of, find_entry
+from fsdp_compose.comm.own_transports import watch_transport
 from fsdp_compose.construct.deterministic import check_weights, refuse_tensor_parallel
 from fsdp_compose.construct.plans import BucketPlan, ParameterPlan, UnitPlan
 from fsdp_compose.construct.tensor_parallel import check_meshes, find_parallel, note_repeated
@@ -106,9 +107,8 @@ def _find_mesh(plan: UnitPlan, device: torch.device, groups: Iterable[_Kind]) ->
     options = plan.options
     if options.offload_policy.shards:
         device = compute_device(options.mesh, device)
-    mesh = resolve_mesh(
-        options.mesh, device, options.placement, options.transport, options.deterministic
-    )
+    transport = watch_transport(options.transport)
+    mesh = resolve_mesh(options.mesh, device, options.placement, transport, options.deterministic)
     if options.deterministic is not None:
         check_weights(plan, groups)
     if options.placement.spread is not None:

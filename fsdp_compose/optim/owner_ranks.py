@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import gather_objects, hear, is_point_to_point, tell
-from fsdp_compose.comm.heads import meet_to_call, send_heads
+from fsdp_compose.comm.heads import Heads, meet_to_call, send_heads
 from fsdp_compose.comm.messages import describe_error, first_error
 from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarded, code_of
 from fsdp_compose.optim.matrices import Matrix
@@ -175,14 +175,18 @@ def _tell(error: Exception, links: Sequence[tuple[Log, Group]]) -> None:
     reason = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}" if links else ""
     if isinstance(error, StepDiscarded):  # of another rank, which may not reach all of these
         reason = next(iter(error.reasons.values()), "")
-    told = [tell(log, DISCARDED, group) for log, group in links]
+    told: list[Heads | None] = []
+    for log, group in links:
+        told.append(None)
+        with suppress(RuntimeError):  # what the caller has to see is the error of this rank
+            told[-1] = tell(log, DISCARDED, group)
     met: dict[Log, list[Group]] = {log: [] for log, _ in links}
     for (log, group), heads in zip(links, told, strict=True):
-        assert heads is not None
         log.announce_discard(reason)
-        with suppress(RuntimeError):  # what the caller has to see is the error of this rank
-            hear(heads)
-        if log.epoch(group) == heads.epoch:
+        if heads is not None:  # else a rank of the group has died
+            with suppress(RuntimeError):
+                hear(heads)
+        if heads is None or log.epoch(group) == heads.epoch:
             met[log].append(group)
     for log, groups in met.items():
         log.start_over(groups)

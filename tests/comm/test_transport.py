@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from operator import is_
@@ -21,6 +22,7 @@ from fsdp_compose import (
     fully_shard,
     get_state,
     no_sync,
+    owner_step,
 )
 from fsdp_compose.base import mesh
 from fsdp_compose.base.group import Call, Group, Started
@@ -36,8 +38,10 @@ from fsdp_compose.comm.collectives import (
     reduce_scatter_parts,
 )
 from fsdp_compose.comm.messages import post_pairs
+from fsdp_compose.comm.own_transports import watch_transport
 from fsdp_compose.comm.posted import forget
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
+from fsdp_compose.comm.uneven import move_pieces
 
 from harness import fake_world, rank_errors, run_ranks
 from models import Tower, by_block, data, mesh_of_replicas, seeded
@@ -263,7 +267,7 @@ def test_pieces_travel_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
 
     def ranks(rank: int) -> None:
         monkeypatch.setattr(dist, "all_to_all", all_to_all)
-        world = mesh.group_of(dist.group.WORLD, torch.device("cpu"))
+        world = replace(mesh.group_of(dist.group.WORLD, torch.device("cpu")), backend="nccl")
         buffer = torch.arange(10, dtype=torch.uint8) + 10 * rank
         outgoing = list(buffer.split([3, 2, 5]))
         incoming = [torch.zeros(len(outgoing[rank]), dtype=torch.uint8) for _ in range(3)]
@@ -361,7 +365,8 @@ def test_what_a_transport_must_return(answer: Callable[[Any], Started], text: st
         wrong = replace(way, gather=nothing, reduce_scatter=reduce)
         whole = torch.zeros(8)
         with fake_world(2):
-            group = mesh.with_transport(mesh.group_of(dist.group.WORLD, whole.device), wrong)
+            own = watch_transport(wrong)
+            group = mesh.with_transport(mesh.group_of(dist.group.WORLD, whole.device), own)
             with pytest.raises(TypeError, match="for gather returned None; wanted"):
                 gather_parts(whole, whole.chunk(2), whole[:4], group)
             with pytest.raises((TypeError, ValueError), match=text):
@@ -445,3 +450,70 @@ def test_the_living_are_served_though_a_rank_has_died() -> None:
         post_pairs(tensors, tensors, group, 7, "gather")
     assert served == [("receive", 0), ("receive", 3), ("send", 0), ("send", 3)]
     forget([None])
+
+
+def gather_now(whole: Tensor, parts: Any, own: Tensor, call: Call) -> Started:
+    dist.all_gather([*parts], own.clone(), group=call.group.pg)
+    return Started()
+
+
+def reduce_now(whole: Tensor, parts: Any, call: Call) -> Started:
+    dist.all_reduce(whole, group=call.group.pg)
+    return Started(parts=[parts[call.group.rank].clone()])
+
+
+def exchange_now(outgoing: Any, incoming: Any, call: Call) -> Started:
+    started = PAIRS.exchange(outgoing, incoming, call)
+    for work in started.works:
+        work.wait()
+    forget(started.works)
+    return Started()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "what"),
+    [
+        ("gather", gather_now, "gather unit 'Linear'"),
+        ("reduce_scatter", reduce_now, "reduce gradients of unit 'Linear'"),
+        ("exchange", exchange_now, "send matrices to their owners"),
+    ],
+)
+def test_a_function_that_waits_says_for_whom(
+    name: str, function: Callable[..., Started], what: str
+) -> None:
+    """A user's, in which another rank dies: what this rank was to do, and with which ranks."""
+    calls: list[Call] = []
+
+    def wait(*given: Any) -> Started:
+        calls.append(given[-1])
+        if dist.get_rank() == 1 and len(calls) == 3:
+            os._exit(3)
+        return function(*given)
+
+    def ranks(rank: int) -> None:
+        changed: Any = {name: wait}
+        own = replace(PAIRS, may_wait=True, **changed)
+        model = fully_shard(nn.Linear(8, 8), transport=own)
+        optim = owner_step([model.weight], torch.optim.Muon)
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            optim.step()
+
+    errors = [str(error) for error in rank_errors(ranks, 3)[::2]]
+    said = [error for error in errors if f"waits to {what}, and one of ranks" in error]
+    assert said, errors  # a rank that has what it needs waits for something else
+    assert f"does not take part; or the transport's function for {name} is wrong" in said[0]
+
+
+def test_pieces_of_any_size_travel_at_once() -> None:
+    """Also over gloo, whose own collective takes pieces of one size alone."""
+
+    def ranks(rank: int) -> list[int]:
+        group = replace(mesh.group_of(dist.group.WORLD, torch.device("cpu")), transport=AT_ONCE)
+        sizes = [[0, 3, 1], [2, 0, 0], [5, 4, 0]]
+        outgoing = [torch.full((n,), rank, dtype=torch.uint8) for n in sizes[rank]]
+        incoming = [torch.full((row[rank],), 9, dtype=torch.uint8) for row in sizes]
+        move_pieces(outgoing, incoming, group, "move")
+        return [value for piece in incoming for value in piece.tolist()]
+
+    assert run_ranks(ranks, 3) == [[1, 1, *[2] * 5], [0, 0, 0, *[2] * 4], [0]]
