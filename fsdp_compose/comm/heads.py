@@ -130,8 +130,14 @@ class Heads:
             self.aside.wait()
             self.works = ()
             return self.arrived()
-        works, self.works = self.works, ()
-        wait_for(works, self.peers, self.purpose)
+        try:
+            wait_for(self.works, self.peers, self.purpose)
+        except BaseException:  # after Ctrl-C this rank may come back, for what has not come yet
+            pairs = [*zip(self.works, self.peers, strict=True)]
+            self.works = [work for work, _ in pairs if not work.is_completed()]
+            self.peers = [peer for work, peer in pairs if not work.is_completed()]
+            raise
+        self.works = ()
         return self.arrived()
 
     def arrived(self) -> list[list[int]]:

@@ -49,6 +49,9 @@ class Letter:
         """
         self.row = self.mail.take(self.rank, self.tag, self.number)
 
+    def is_completed(self) -> bool:
+        return len(self.row) > 0
+
 
 class Mail:
     """The pipes of a group's ranks on this host: those this rank reads, and those it writes."""

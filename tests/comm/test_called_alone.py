@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp_compose as fc
+from fsdp_compose.comm import heads, transports
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square, units
@@ -185,3 +191,35 @@ def test_a_call_after_a_discard_waits_for_nothing() -> None:
     found = run_ranks(ranks, 2, timeout=20)[0]
     assert "discards this step" in found[0]
     assert "was to take the norm of order 2 of 'head.weight', but" in found[1]
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_call_is_made_again_after_an_interrupt(
+    is_near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the ranks that had not come, and for no message that came before Ctrl-C."""
+    if not is_near:  # as between hosts
+        for module in (heads, transports):
+            monkeypatch.setattr(module, "segments_of", lambda group: None)
+
+    def ranks(rank: int) -> Tensor:
+        model = by_block(seeded(Tower))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                model.head.weight.full_tensor()
+                raise AssertionError("not interrupted")
+            store.set("interrupted", "yes")
+        elif is_near and rank == 2:  # rank 1 is there before the interrupt
+            store.wait(["interrupted"])
+        elif not is_near:  # gloo hears Ctrl-C when the first of its messages has come
+            time.sleep(1.2 / rank)
+        found = model.head.weight.full_tensor()
+        train(model, sgd(model.parameters()), rank)
+        return found
+
+    wanted = seeded(Tower).head.weight
+    for found in run_ranks(ranks, 3, timeout=20):
+        assert torch.equal(found, wanted)
