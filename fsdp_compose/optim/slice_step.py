@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +39,14 @@ from fsdp_compose.base.torch_private import (
 from fsdp_compose.base.torch_stack import below_dispatch, count_modes
 from fsdp_compose.optim.state_cut import check_plain_steps, check_state
 from fsdp_compose.optim.step_plan import Recorder, StepPlan, list_inputs
-from fsdp_compose.sharded import ShardedDTensor, ShardedParameter, ShardedTensor, ShardSpec, tag
+from fsdp_compose.sharded import (
+    ShardedDTensor,
+    ShardedParameter,
+    ShardedTensor,
+    ShardSpec,
+    part_of,
+    tag,
+)
 
 Hooked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -170,20 +178,29 @@ def cut_first_state(optimizer: Optimizer) -> None:
         return
     param: Any
     for param, values in optimizer.state.items():
-        spec = param._shard_spec if type(param) is ShardedParameter else None
-        whole = [
-            key
+        spec = param._shard_spec if type(param) in _SHARDED else None
+        parts = {
+            key: part
             for key, value in values.items()
-            if spec is not None and key != "step" and _is_whole(value, spec)
-        ]
-        if spec is not None and whole and float(values.get("step", 1)) == 0:
-            for key in whole:
-                flat = flatten(values[key], spec.stride)
+            if spec is not None and key != "step" and (part := _find_part(value, spec)) is not None
+        }
+        if spec is not None and parts and float(values.get("step", 1)) == 0:
+            for key, part in parts.items():
+                flat = flatten(part, spec.stride)
                 values[key] = tag(flat[spec.start : spec.stop].clone(), spec)
 
 
-def _is_whole(value: Any, spec: ShardSpec) -> bool:
-    return type(value) is Tensor and value.shape == spec.shape and spec.parallel is None
+def _find_part(value: Any, spec: ShardSpec) -> Tensor | None:
+    """What ``spec`` says how to cut, where ``value`` is like the parameter before it was sharded.
+
+    That is all of it, or what tensor parallelism left of it.
+    """
+    if type(value) is DTensor and spec.parallel is not None and spec.is_dtensor:
+        known = spec.parallel.dtensor
+        is_alike = value.device_mesh == known.mesh and value.placements == known.placements
+        return part_of(value) if is_alike else None
+    is_alike = type(value) is Tensor and value.shape == spec.shape
+    return value if is_alike and not spec.reads_whole else None
 
 
 def _list_state(optimizer: Optimizer) -> list[Tensor] | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_compose as fc
 from fsdp_compose.optim.state_cut import check_state
 
 from harness import simulate_ranks
 from models import whole
+from tp_models import mesh_of
 
 WAYS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
@@ -56,6 +59,41 @@ def test_adagrad_built_before_fully_shard(way: Any) -> None:
 
     for ranks in (1, 2, 3):
         simulate_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_adagrad_over_parts_built_before(by_hand: bool) -> None:
+    """Sums of what tensor parallelism split are cut where the parts are."""
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(dp=2, tp=2)
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 4, bias=False)
+        model = copy.deepcopy(plain)
+        if by_hand:
+            part = plain.weight.detach().chunk(2)[mesh["tp"].get_local_rank()]
+            model.weight = nn.Parameter(part.clone())
+            fc.declare_tensor_parallel(model.parameters(), mesh["tp"], 0)
+        else:
+            parallelize_module(model, mesh["tp"], ColwiseParallel())
+        optims = [
+            torch.optim.Adagrad(m.parameters(), 0.1, initial_accumulator_value=0.5)
+            for m in (plain, model)
+        ]
+        fc.fully_shard(model, mesh=mesh["dp"])
+        for seed in range(2):
+            x = torch.arange(6.0).reshape(2, 3) + seed
+            grad = torch.autograd.grad(plain(x).square().sum(), plain.weight)[0]
+            plain.weight.grad = grad
+            mine = grad.chunk(2)[mesh["tp"].get_local_rank()] if by_hand else grad
+            model.weight.grad = mine
+            for optim in optims:
+                optim.step()
+        assert torch.equal(fc.state_dict(model)["weight"], plain.weight)
+        saved = fc.optim_state_dict(model, optims[1])["state"]["weight"]
+        assert torch.equal(saved["sum"], optims[0].state[plain.weight]["sum"])
+
+    simulate_ranks(body, 4)
 
 
 def test_adagrad_built_early_resumes() -> None:
