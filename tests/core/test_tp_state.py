@@ -215,6 +215,8 @@ def test_several_mesh_dimensions_split_a_parameter() -> None:
             module.p.grad = 2 * values
             torch.testing.assert_close(fsdp_compose.grad_norm(module), (2 * values).norm())
             torch.testing.assert_close(module.p.grad.norm(), (2 * values).norm())
+            total = torch.nn.utils.get_total_norm([module.p.grad], foreach=True)
+            torch.testing.assert_close(total, (2 * values).norm())
             fsdp_compose.load_state_dict(module, {"p": values + 1})
             torch.testing.assert_close(module.p.full_tensor(), values + 1)
 
