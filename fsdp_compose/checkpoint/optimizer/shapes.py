@@ -96,7 +96,7 @@ def block_spec(part: Part, key: str, row: tuple[int, ...]) -> ShardSpec | None:
     # Cut in two, the first rank may have any number of blocks; beyond that a shard is a multiple.
     shard = layout.shard_numel // block if len(owners) > 2 else blocks
     end = (owners[0] + 1) * layout.shard_numel - layout.offsets[index]
-    first = min(end // block, blocks) if len(owners) > 1 else blocks
+    first = end // block if len(owners) > 1 else blocks
     width = math.prod(row)
     shape = (blocks, *row)
     return ShardSpec(
