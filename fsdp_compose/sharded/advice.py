@@ -319,7 +319,7 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
         if isinstance(owner, nn.Module) and _runs_no_hooks(frame, owner) and _heads(owner, unit):
             text = FORWARD if type(owner).__call__ is nn.Module.__call__ else CALLED
             return text.format(kind=type(owner).__name__)
-        if isinstance(owner, nn.Module) and name == "forward" and _has(owner, spec):
+        if isinstance(owner, nn.Module) and name == "forward" and _is_part(owner, spec, unit):
             part = owner
         if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
             if _is_shown(unit):
@@ -331,7 +331,7 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
         return COLLECTIVE
     if is_copy:
         return COPIED
-    if part is not None and not any(_heads(module, unit) for module in part.modules()):
+    if part is not None:
         return LISTED if _is_shown(unit) else OUTSIDE.format(kind=type(part).__name__)
     if func in _EDGES:
         return f"{EDGE} {ANY}"
@@ -369,6 +369,11 @@ def _self_of(frame: FrameType) -> Any:
 def _has(module: nn.Module, spec: object) -> bool:
     """Whether a parameter of ``module`` is the one of ``spec``."""
     return any(getattr(param, "_shard_spec", None) is spec for param in module.parameters())
+
+
+def _is_part(module: nn.Module, spec: object, unit: str) -> bool:
+    """Whether ``module`` has the parameter of ``spec``, and not all of its unit."""
+    return _has(module, spec) and not any(_heads(inner, unit) for inner in module.modules())
 
 
 def _runs_no_hooks(frame: FrameType, module: nn.Module) -> bool:

@@ -185,6 +185,27 @@ def test_a_method_of_a_unit_around() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_part_that_a_model_calls_itself() -> None:
+    """The part is named, and not the model around it, as diffusers' DiT calls one of a block."""
+
+    class Reusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) + self.block[0](x)
+
+    def ranks(rank: int) -> None:
+        x, model = data(0, rank), seeded(Reusing)
+        fc.fully_shard(model.block)
+        text = refusal(lambda: model(x))
+        says(text, "Sequential was called by itself", "a unit of its own (units=)")
+        assert "methods=" not in text
+
+    run_ranks(ranks, 2)
+
+
 def test_a_call_of_its_own_runs_no_hooks() -> None:
     """As in gpytorch, and where a class has ``__call__`` in place of ``forward``."""
 
