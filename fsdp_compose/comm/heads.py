@@ -52,9 +52,6 @@ class Caller(Protocol):
     unread: dict[Any, deque[Heads]]
     unmet: set[Group]
 
-    def epoch(self, group: Group) -> int:
-        """Counts disagreements in ``group``: what was sent before one is never read after it."""
-
     def head(self) -> Head:
         """What this rank is doing, in eight integers; equal on ranks that do the same."""
 
@@ -68,6 +65,22 @@ class Caller(Protocol):
             meets: the largest code with which one of them ends a skippable step, having told all of
                 its groups; else 0.
         """
+
+
+_epochs: dict[weakref.ref[Any], int] = {}
+"""By process group, how often its ranks have disagreed, in whatever they ran over it."""
+
+
+def epoch_of(group: Group) -> int:
+    """Count disagreements in ``group``: what was sent before one is never read after it."""
+    return _epochs.get(weakref.ref(group.pg), 0) if _epochs and group.pg is not None else 0
+
+
+def end_epoch(group: Group) -> None:
+    """The ranks of ``group`` have disagreed, all of them."""
+    if group.pg is not None:
+        count = epoch_of(group) + 1
+        _epochs[weakref.ref(group.pg, lambda ref: _epochs.pop(ref, None))] = count
 
 
 @dataclass(slots=True)
@@ -85,7 +98,7 @@ class Heads:
     works: Sequence[Any]
     peers: Sequence[int]
     purpose: str
-    epoch: int  # of the caller, when it was sent
+    epoch: int  # of the group, when it was sent
     flags: Flags | None = None
     flag_works: Sequence[Any] = ()  # of sending them
     taken: list[torch.Tensor] | None = None  # flags of other ranks, if read before its own turn
@@ -163,7 +176,7 @@ class Heads:
 
     def is_outdated(self) -> bool:
         """Whether ranks have disagreed since these were sent."""
-        return self.caller.epoch(self.group) != self.epoch or self.group in self.caller.unmet
+        return epoch_of(self.group) != self.epoch or self.group in self.caller.unmet
 
     def compare(self, mine: list[int], rows: list[list[int]]) -> None:
         """Raise unless every peer does the same."""
@@ -220,7 +233,7 @@ def send_heads(
     is_partial = flags is not None and not flags.is_full
     mine = [*head, kind, flags.nbytes if flags is not None and is_partial else 0]
     mine += offer or Offer()
-    epoch, segments = caller.epoch(group), segments_of(group)
+    epoch, segments = epoch_of(group), segments_of(group)
     far = [(group.rank + step) % group.size for step in range(1, group.size)]
     letters: list[Letter] = []
     if segments is not None:
@@ -311,7 +324,7 @@ def meet_to_call(what: str, groups: Iterable[Group]) -> None:
 
 def tag_behind(caller: Caller, head: Head, group: Group) -> int:
     """The tag of the data that follows ``head``."""
-    return _DATA_TAGS | hash((caller.epoch(group), *head)) & (_DATA_TAGS - 1)
+    return _DATA_TAGS | hash((epoch_of(group), *head)) & (_DATA_TAGS - 1)
 
 
 def _flag_tag(epoch: int, head: list[int]) -> int:
@@ -354,6 +367,6 @@ def hear(told: Heads) -> None:
     Args:
         told: what ``tell`` returned; nothing is heard if the ranks have disagreed since.
     """
-    if told.caller.epoch(told.group) != told.epoch:
+    if epoch_of(told.group) != told.epoch:
         return
     told.compare(told.sent, told.rows())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import gather_objects, hear, is_point_to_point, tell
-from fsdp_compose.comm.heads import Heads, meet_to_call, send_heads
+from fsdp_compose.comm.heads import Heads, epoch_of, meet_to_call, send_heads
 from fsdp_compose.comm.messages import describe_error, first_error
 from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarded, code_of
 from fsdp_compose.optim.matrices import Matrix
@@ -112,12 +112,12 @@ class OwnerLinks:
             RuntimeError: another rank raised; which, and what.
         """
         told = [(x.log, x.group) for x in self.found if x.log and is_point_to_point(x.group)]
-        epochs = [log.epoch(group) for log, group in told]
+        epochs = [epoch_of(group) for log, group in told]
         try:
             yield
         except Exception as error:
             if not any(log.skippable for log, _ in told):  # the end of that scope tells them
-                left = [t for t, n in zip(told, epochs, strict=True) if t[0].epoch(t[1]) == n]
+                left = [t for t, n in zip(told, epochs, strict=True) if epoch_of(t[1]) == n]
                 _tell(error, left)
             if isinstance(error, StepDiscarded) and error.reasons:
                 raise _failure(error) from None
@@ -186,7 +186,7 @@ def _tell(error: Exception, links: Sequence[tuple[Log, Group]]) -> None:
         if heads is not None:  # else a rank of the group has died
             with suppress(RuntimeError):
                 hear(heads)
-        if heads is None or log.epoch(group) == heads.epoch:
+        if heads is None or epoch_of(group) == heads.epoch:
             met[log].append(group)
     for log, groups in met.items():
         log.start_over(groups)

@@ -31,6 +31,7 @@ from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, list_waiting, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.grad_bucket import has_state
+from fsdp_compose.comm.heads import epoch_of
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
@@ -262,7 +263,7 @@ class _Links:
         # Every rank meets its groups in the same order: else two wait for each other in different
         # ones.
         links.sort(key=lambda link: (link[1].size, link[1].ranks))
-        epochs = {(log, group): log.epoch(group) for log, group in links}
+        epochs = {(log, group): epoch_of(group) for log, group in links}
         return cls(list(dict.fromkeys(unit.engine for unit in units)), logs, epochs)
 
     @contextmanager
@@ -289,7 +290,7 @@ class _Links:
 
     def unsettled(self) -> list[tuple[Log, Group]]:
         """Groups in which the ranks were not told yet that one discards the step."""
-        return [(log, group) for (log, group), n in self.epochs.items() if log.epoch(group) == n]
+        return [(log, group) for (log, group), n in self.epochs.items() if epoch_of(group) == n]
 
     def forget(self, restored: Collection[Unit]) -> None:
         """Clear the failed pass; whatever is still under way is never read.

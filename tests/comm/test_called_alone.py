@@ -210,7 +210,6 @@ def test_a_call_is_made_again_after_an_interrupt(
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
                 model.head.weight.full_tensor()
-                raise AssertionError("not interrupted")
             store.set("interrupted", "yes")
         elif is_near and rank == 2:  # rank 1 is there before the interrupt
             store.wait(["interrupted"])

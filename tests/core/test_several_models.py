@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import ShardingStrategy, fully_shard
+from fsdp_compose import Prefetch, ShardingStrategy, fully_shard, wrap
 
 from harness import run_ranks
 from models import (
@@ -16,6 +16,7 @@ from models import (
     assert_at_rest,
     by_block,
     data,
+    mesh_of_replicas,
     square,
     train_twin,
     two_blocks,
@@ -159,3 +160,36 @@ def test_a_frozen_model_is_released_in_grad_mode(
         assert_at_rest(teacher)
 
     run_ranks(ranks)
+
+
+def test_a_model_beside_one_whose_ranks_differed() -> None:
+    """Over a part of its mesh: what ranks sent ahead there is no answer to the other model."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+
+    def ranks(rank: int) -> list[Tensor]:
+        mesh = mesh_of_replicas(2, 2)
+        ahead = Prefetch(forward=3)  # some ranks send more than others before they hear of it
+        linears = wrap.by_class(nn.Linear)
+        models = [
+            fully_shard(make(), units=linears, mesh=each, prefetch=ahead)
+            for each in (mesh, mesh["shard"])
+        ]
+        for _ in range(3):
+            for model in models:
+                square(model, data(0, rank)).backward()
+        with pytest.raises(RuntimeError, match="ranks run different units"):
+            (models[0][0] if rank == 0 else models[0])(data(0, rank)).sum().backward()
+        for _ in range(2):
+            for model in reversed(models):
+                model.zero_grad()
+                square(model, data(1, rank)).backward()
+        return [p.grad.full_tensor() for p in models[0].parameters()]
+
+    plain = make()
+    square(plain, torch.cat([data(1, rank) for rank in range(4)])).backward()
+    for found in run_ranks(ranks, 4, timeout=20):
+        for grad, param in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)

@@ -36,7 +36,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm.heads import answer_for
+from fsdp_compose.comm.heads import answer_for, end_epoch
 from fsdp_compose.comm.messages import gather_in_turn
 from fsdp_compose.core.guards.compared_steps import Settings, Steps, number_of, texts_of
 from fsdp_compose.core.guards.guessed_use import Guess, make_guess, settle, sum_up
@@ -142,7 +142,6 @@ class Log:
     events: list[Event] = field(default_factory=list)
     pending: _Pending | None = None
     disagreements: int = 0
-    epochs: dict[Group, int] = field(default_factory=dict)  # disagreements, by group
     guesses: list[Guess] = field(default_factory=list)
     doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
     channels: dict[Group, None] = field(default_factory=dict)  # groups that data travels over
@@ -341,10 +340,6 @@ class Log:
             raise RuntimeError(text)
         self.steps.are_compared = have_same_parameters(reports)
 
-    def epoch(self, group: Group) -> int:
-        """Count how often the ranks of ``group`` disagreed."""
-        return self.epochs.get(group, 0) if self.epochs else 0
-
     def head(self) -> comm.Head:
         """The message that goes ahead of the next collective: the event and the hash so far."""
         code = self.events[-1][0] if self.events else 0
@@ -458,7 +453,7 @@ class Log:
                 explain_difference(self.step, [(rank, done) for rank, done, _ in reports])
             )
         for group in channels:  # nobody reads what was told
-            self.epochs[group] = self.epoch(group) + 1
+            end_epoch(group)
 
     def announce_discard(self, reason: str) -> None:
         """Have this rank's next message tell the others that it discards the step."""
@@ -475,7 +470,7 @@ class Log:
         self.pending, self.is_stepwise = None, True
         self.disagreements += 1
         for group in groups:
-            self.epochs[group] = self.epoch(group) + 1
+            end_epoch(group)
         self.unmet -= set(groups)
 
 

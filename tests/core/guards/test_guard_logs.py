@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_compose.base.streams import make_streams
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import messages
 from fsdp_compose.comm.collectives import Flags
+from fsdp_compose.comm.heads import epoch_of
 from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import (
     DISCARD,
@@ -41,6 +43,16 @@ ONE, TWO = (5, "gather", "a", "forward"), (6, "reduce", "b", "backward")
 def group(*ranks: int, rank: int = 0) -> Group:
     """A group that only has a name here: nothing is sent over it."""
     return Group(pg=None, rank=rank, size=len(ranks), backend="none", ranks=ranks)
+
+
+class FakeGroup:
+    """A process group over which nothing is sent."""
+
+
+def counted(*ranks: int, rank: int = 0) -> Group:
+    """As ``group``; its disagreements are counted."""
+    pg: Any = FakeGroup()
+    return replace(group(*ranks, rank=rank), pg=pg)
 
 
 def log_over(*groups: Group, frozen: Sequence[tuple[str, str]] = ()) -> Log:
@@ -81,7 +93,7 @@ def test_a_new_log_has_noted_nothing() -> None:
     assert (log.disagreements, log.doubts) == (0, 0)
     assert log.is_stepwise and log.pending is None
     assert not (log.is_proven or log.is_debugging or log.skippable)
-    for name in ("events", "epochs", "guesses", "channels", "unread", "unmet"):
+    for name in ("events", "guesses", "channels", "unread", "unmet"):
         assert not getattr(log, name) and getattr(log, name) is not getattr(other, name)
 
 
@@ -421,9 +433,9 @@ def test_guesses_about_what_is_gone_are_dropped() -> None:
 
 def test_disagreements_are_counted_by_group() -> None:
     """Messages over a group where none was are numbered as before, on every rank of it."""
-    first, second, third = group(0, 1), group(0, 2), group(0, 3)
+    first, second, third = counted(0, 1), counted(0, 2), counted(0, 3)
     log = log_over(first, second)
-    assert [log.epoch(g) for g in (first, second, third)] == [0, 0, 0]
+    assert [epoch_of(g) for g in (first, second, third)] == [0, 0, 0]
     log.events, log.hash, log.pending, log.is_stepwise = [ONE], 5, compared, False
     log.guesses, log.doubts = [None], 2  # type: ignore[list-item]
     log.unmet |= {first, third}
@@ -432,7 +444,7 @@ def test_disagreements_are_counted_by_group() -> None:
     assert (log.guesses, log.doubts, log.disagreements) == ([], 0, 1)
     assert log.unmet == {third}
     log.start_over([second])
-    assert [log.epoch(g) for g in (first, second, third)] == [1, 2, 0]
+    assert [epoch_of(g) for g in (first, second, third)] == [1, 2, 0]
     assert log.disagreements == 2
 
 
@@ -490,7 +502,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch, *others: Any) -> list[Any]:
 
 def test_reports_are_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all groups; what was sent over these, and where data travels, is never read."""
-    first, second, third = group(4, 7, rank=1), group(7, 9), group(7, 11)
+    first, second, third = counted(4, 7, rank=1), counted(7, 9), counted(7, 11)
     asked = reporting(monkeypatch, (9, [ONE], []), (8, [TWO], []))
     log = log_over(first, second)
     log.channels = {third: None}
@@ -499,12 +511,12 @@ def test_reports_are_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     assert "ranks 7 and 9 gather unit 'a' (forward) where rank 8 reduces" in str(error.value)
     assert "found at the end" not in str(error.value)
     assert asked == [first, second]
-    assert [log.epoch(g) for g in (first, second, third)] == [1, 1, 1]
+    assert [epoch_of(g) for g in (first, second, third)] == [1, 1, 1]
     asked.clear()
     with pytest.raises(RuntimeError, match="found at the end of the step"):
         log._raise((first,), 4, [ONE], late=True)
     assert asked == [first]
-    assert [log.epoch(g) for g in (first, second, third)] == [2, 1, 1]
+    assert [epoch_of(g) for g in (first, second, third)] == [2, 1, 1]
 
 
 def test_what_is_frozen_somewhere_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
