@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose import ShardingStrategy
+from fsdp_compose.core.guards.compared_steps import Steps
 from fsdp_compose.sharded.writes import crc_of
 
 from harness import run_ranks, simulate_ranks
@@ -405,3 +406,14 @@ def test_checksums_are_of_what_is_read() -> None:
     assert crc_of(number.conj()) == crc_of(number.conj().resolve_conj()) != crc_of(number)
     negative = number.conj().imag
     assert negative.is_neg() and crc_of(negative) == crc_of(torch.tensor([-2.0, 4.0]))
+
+
+def test_writes_of_a_step_that_ended_early_add_up() -> None:
+    """All of them are compared at the end of the next step, also those of before its first part."""
+    steps, place = Steps(), ("a", "parameter 'w'")
+    for number, text in (3, "mul_(2)"), (4, "add_(1)"):
+        steps.writes.found[place] = (number, *place, text)
+        (event,) = steps.take_writes()
+        assert event[0] == number << 2 | 2 and not steps.writes.found
+    steps.recall()
+    assert steps.writes.found == {place: (7, *place, "add_(1)")}
