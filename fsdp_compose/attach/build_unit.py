@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.attach.entrances import ANSWERS, attach_entrances
 from fsdp_compose.base.exchange import swap_contents
 from fsdp_compose.base.group import SELF
-from fsdp_compose.base.memory import memory_of
+from fsdp_compose.base.memory import shared_memory_of
 from fsdp_compose.base.mesh import Mesh, MeshLike, fuse, subgroup_of, with_own_reductions
 from fsdp_compose.base.policy import MixedPrecision
 from fsdp_compose.base.strides import flatten, storage_order
@@ -28,7 +28,7 @@ from fsdp_compose.construct.choose_buckets import unit_precision
 from fsdp_compose.construct.compare_ranks import Value, compare_values, values_of
 from fsdp_compose.construct.initialise import broadcast_tensors, initialise, require_filled
 from fsdp_compose.construct.names import path_cleaner
-from fsdp_compose.construct.plans import BucketPlan, UnitPlan
+from fsdp_compose.construct.plans import BucketPlan, Options, UnitPlan
 from fsdp_compose.core.autograd import EngineWork
 from fsdp_compose.core.guards.added_parameters import remember
 from fsdp_compose.core.guards.replicas import checksum
@@ -134,8 +134,8 @@ def build_unit(plan: UnitPlan, meta: MetaValues) -> None:
             keep_over_microbatches=plan.options.placement.keep_over_microbatches,
             unshard_in_backward=default_of(plan.modules),
         ),
-        slots=[(slot, index[id(item.param)]) for item in plan.found for slot in item.slots],
-        options=replace(plan.options, param_init_fn=None),  # it could keep the model alive
+        slots={slot: index[id(item.param)] for item in plan.found for slot in item.slots},
+        options=_without_init(plan.options),
         checks=Checks(
             groupless=plan.options.mesh is None and not dist.is_initialized(),
             left_alone=plan.left_alone(),
@@ -212,14 +212,16 @@ def _cut_shard(
     )
     residence = Residence()
     entries: list[Entry] = []
+    shapes: dict[torch.Size, torch.Size] = {}  # one object for all that are alike
     for index, (item, part) in enumerate(zip(bucket_plan.found, parts, strict=True)):
         own, stride = layout.slice_of(index, mesh.shard.rank), storage_order(part)
+        origin = shared_memory_of(part)  # before others have it
         flat = flatten(part.detach(), stride)
         shard[own.shard_offset : own.shard_offset + own.numel].copy_(flat[own.start : own.stop])
         spec = ShardSpec(
             fqn=plan.full_name(item.names[0]),
             unit=plan.name,
-            shape=part.shape,
+            shape=shapes.setdefault(part.shape, part.shape),
             stride=stride,
             offset=layout.offsets[index],
             shard_numel=layout.shard_numel,
@@ -233,9 +235,14 @@ def _cut_shard(
         names, asked = tuple(item.names), item.param.grad_dtype
         grad_dtype = None if asked == part.dtype else asked
         entry = Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype)
-        entry.origin = memory_of(part)
+        entry.origin = origin
         entries.append(entry)
     return shard, entries
+
+
+def _without_init(options: Options) -> Options:
+    """``options`` without the function of the user's, which could keep the model alive."""
+    return options if options.param_init_fn is None else replace(options, param_init_fn=None)
 
 
 def _find_device(plan: UnitPlan, buckets: list[Bucket], borrowed: list[Entry]) -> torch.device:

@@ -212,13 +212,23 @@ def _plan_units(
         options = replace(options, device=compute_device(options.mesh, options.device))
     plans = plan_shards(modules, options, units, ignored)
     check_exchangeable("fully_shard", (item.param for plan in plans for item in plan.found))
-    alike = [m for p in plans if p.options.methods is options.methods for m in p.modules]
-    every = check_methods(options.methods, alike)
-    for plan in plans:
-        own = plan.options.methods
-        found = every if own is options.methods else check_methods(own, plan.modules)
-        plan.options = replace(plan.options, methods=found)
+    _find_methods(plans, options)
     return plans
+
+
+def _find_methods(plans: Sequence[UnitPlan], options: Options) -> None:
+    """Leave in every unit's options the methods that its modules have; most units share them."""
+    given = options.methods
+    alike = [m for p in plans if p.options.methods is given for m in p.modules]
+    every = check_methods(given, alike)
+    shared = replace(options, methods=every)
+    for plan in plans:
+        if plan.options is options:  # the unit overrides nothing
+            plan.options = shared
+            continue
+        own = plan.options.methods
+        found = every if own is given else check_methods(own, plan.modules)
+        plan.options = replace(plan.options, methods=found)
 
 
 def _log_summary(plans: Sequence[UnitPlan]) -> None:

@@ -356,11 +356,11 @@ def _apply_change(change: _Change, meta: MetaValues, at_home: set[Entry]) -> Non
     own = [entry for bucket in unit.buckets for entry in bucket.entries]
     unit.borrowed = list(dict.fromkeys(entry for entry in entries if entry not in own))
     index = {entry: i for i, entry in enumerate([*own, *unit.borrowed])}
-    unit.slots = [
-        (slot, index[entry])
+    unit.slots = {
+        slot: index[entry]
         for item, entry in zip(plan.found, entries, strict=True)
         for slot in item.slots
-    ]
+    }
     _forget_unready_buffers(unit)
     unit.checks.epoch, unit.checks.trigger, unit.run.live = unit.checks.epoch + 1, None, None
     unit.link()

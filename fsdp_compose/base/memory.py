@@ -7,6 +7,11 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_compose.base.torch_private import storage_use_count
+
+_SHARED = "_fsdp_compose_shared"
+"""The attribute of a storage that several tensors had at some time, which it keeps for good."""
+
 
 class StorageSpan(NamedTuple):
     """Bytes of a storage, which it does not keep alive; strides are in bytes too."""
@@ -29,10 +34,12 @@ class StorageSpan(NamedTuple):
         return [(start, start + length) for start in starts]
 
 
-def memory_of(tensor: torch.Tensor) -> StorageSpan | None:
-    """The memory of a strided tensor; None where it has no elements."""
-    count, itemsize = tensor.numel(), tensor.itemsize
-    if not count:
+def shared_memory_of(tensor: torch.Tensor) -> StorageSpan | None:
+    """The memory of a strided tensor; None where no other has, or had, elements in its storage."""
+    count, itemsize, storage = tensor.numel(), tensor.itemsize, tensor.untyped_storage()
+    if storage_use_count(storage._cdata) > 2:  # ``tensor``, and ``storage`` itself
+        storage.__dict__[_SHARED] = True  # for tensors that stay in it when others have left
+    if not count or _SHARED not in storage.__dict__:
         return None
     shape = tuple(tensor.shape)
     strides = tuple([int(step) * itemsize for step in tensor.stride()])
@@ -41,8 +48,7 @@ def memory_of(tensor: torch.Tensor) -> StorageSpan | None:
     if not tensor.is_contiguous():
         last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         stop = start + last + itemsize
-    storage = StorageWeakRef(tensor.untyped_storage())
-    return StorageSpan(storage, start, stop, shape, strides, itemsize)
+    return StorageSpan(StorageWeakRef(storage), start, stop, shape, strides, itemsize)
 
 
 def share_bytes(one: StorageSpan, other: StorageSpan) -> bool:

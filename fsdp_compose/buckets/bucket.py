@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -91,9 +92,9 @@ class Entry:
     index: int = 0  # within the owner
     kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
     grad_dtype: torch.dtype | None = None  # of gradients before; None: the parameter's own
-    origin: StorageSpan | None = None  # where it lay before it was sharded
+    origin: StorageSpan | None = None  # memory that it shared before it was sharded
     held: nn.Parameter = field(init=False)
-    layers: list[Any] = field(default_factory=list)  # what scopes show in its place
+    layers: tuple[Any, ...] = ()  # what scopes show in its place
 
     def __post_init__(self) -> None:
         self.held = self.param
@@ -256,11 +257,11 @@ class Users:
     """Who gathers and reduces a bucket: its unit, and units that borrow a tied parameter."""
 
     unit: weakref.ref[Any] | None = None
-    borrowers: OrderedWeakSet[Any] = field(default_factory=OrderedWeakSet)
     is_lent: bool = False  # whether it has had borrowers
     holders: int = 0  # units that hold it gathered
     caller: Caller | None = None  # compares its collectives between ranks; None where none do
     views: WeakList | None = None  # that somebody kept from a forward, see kept_views.py
+    borrowers = cached_property(lambda _: OrderedWeakSet[Any]())
 
 
 @dataclass(eq=False, repr=False)

@@ -255,7 +255,7 @@ def _places(
     paths: dict[int, list[str]] = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(submodule), []).append(f"{path}." if path else "")
-    for slot, index in unit.slots:
+    for slot, index in unit.slots.items():
         for path in paths.get(id(slot.module()), ()):
             for key in (f"{prefix}{path}{slot.name}", f"{prefix}{clean(path + slot.name)}"):
                 if key in state_dict:

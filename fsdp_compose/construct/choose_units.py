@@ -301,6 +301,8 @@ _OVERRIDABLE = (
 
 def _override_options(options: Options, overrides: dict[str, Any], name: str) -> Options:
     """``options`` with what a policy says of one unit."""
+    if not overrides:
+        return options
     unknown = set(overrides) - set(_OVERRIDABLE)
     if unknown:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_compose.base.memory import StorageSpan, memory_of, share_bytes
+from fsdp_compose.base.memory import StorageSpan, share_bytes, shared_memory_of
 from fsdp_compose.base.torch_private import is_opaque
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.construct.names import name_cleaner
@@ -18,7 +18,7 @@ from fsdp_compose.sharded import is_sharded, part_of
 
 
 class _TensorMemory(NamedTuple):
-    """A parameter or buffer, and the memory that it has, or had until it was sharded."""
+    """A parameter or buffer, and the memory that it shares, or did until it was sharded."""
 
     memory: StorageSpan
     order: int  # of registration
@@ -65,7 +65,7 @@ def _is_whole(item: _TensorMemory, planned: set[int]) -> bool:
 
 
 def _list_memories(modules: Sequence[nn.Module]) -> list[_TensorMemory]:
-    """Of every parameter and buffer that has or had memory, once by its first name."""
+    """Of every parameter and buffer whose memory is or was shared, once by its first name."""
     found: dict[int, _TensorMemory] = {}
     for position, module in enumerate(modules):
         prefix, clean = f"{position}." if len(modules) > 1 else "", name_cleaner(module)
@@ -82,7 +82,7 @@ def _find_memory(tensor: torch.Tensor) -> StorageSpan | None:
         return None if entry is None else entry.origin
     if is_opaque(tensor) or nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
-    return memory_of(part_of(tensor))
+    return shared_memory_of(part_of(tensor))
 
 
 def _explain(one: _TensorMemory, other: _TensorMemory) -> str:

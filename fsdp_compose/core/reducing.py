@@ -339,6 +339,6 @@ def set_graph_gradients(results: dict[Entry, torch.Tensor]) -> None:
 
 def _run_accumulated_hooks(entries: Iterable[Entry]) -> None:
     for entry in entries:
-        for hook in tuple(entry.spec.hooks.accumulated.values()):
+        for hook in tuple((entry.spec.hooks.accumulated or {}).values()):
             with at_rest([entry]):
                 hook.deliver(entry.held)

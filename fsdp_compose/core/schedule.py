@@ -7,8 +7,9 @@ events in small worlds. What they decide is carried out by a ``Work``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from fsdp_compose.base.order import Change, Order
@@ -69,8 +70,8 @@ class Expected:
 
     forward_list: Sequence[Callable[[], Any]] | None = None
     backward_list: Sequence[Callable[[], Any]] | None = None
-    eval_order: Order = field(default_factory=Order)
     is_read: bool = True
+    eval_order = cached_property(lambda _: Order())
 
 
 class Scheduled(Protocol):

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from threading import get_ident
 from typing import Any, Literal
 
@@ -70,28 +70,32 @@ class Links:
 
     aliases: list[torch.Tensor]  # by entry
     anchor: torch.Tensor  # a leaf of one element, at which autograd ends in place of the parameters
-    of_class: list[int]  # entries whose parameters have a class of their own
+    of_class: tuple[int, ...]  # entries whose parameters have a class of their own
     attributes: list[dict[str, Any]]  # of each parameter, which its full tensors have too
-    dtensors: list[int]  # entries that tensor parallelism split
-    places: list[tuple[dict[str, Any], str, int]]  # (values, name, entry) of every slot
-    tables: tuple[dict[str, Any], ...]  # first items of ``places``
-    names: tuple[str, ...]  # second items of ``places``
-    indices: tuple[int, ...] | None  # third items of ``places``; None: of each entry, in order
+    dtensors: tuple[int, ...]  # entries that tensor parallelism split
+    tables: tuple[dict[str, Any], ...]  # by slot, what it is read from
+    names: tuple[str, ...]  # by slot, under which name
+    indices: tuple[int, ...] | None  # by slot, which entry; None: of each entry, in order
     leaves: list[nn.Parameter]  # by entry: what its modules hold between passes
     heads: frozenset[int]  # ids of its modules
     recurrent: list[tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] | None = None
     """Found at first use (``find_recurrent``), since a module that is being copied is empty."""
-    sharers: list[weakref.ref[Unit]] = field(default_factory=list)
+    sharers: tuple[weakref.ref[Unit], ...] = ()
     """Units that read a parameter from the same place: a module reachable from both."""
     pointers: list[int] | None = None  # of the aliases if they never move, see forward_writes.py
     routes: dict[tuple[int, ...], list[Route]] = field(default_factory=dict)
-    gather_events: list[tuple[Bucket, Log, int]] = field(default_factory=list)
+    gather_events: tuple[tuple[Bucket, Log, int], ...] = ()
     reduce_events: dict[Bucket, tuple[Log, int]] = field(default_factory=dict)
     logs: tuple[Log, ...] = ()  # of its groups
     asked_at: int = -1  # ``here.retrained`` when the parameters were last asked whether they train
     flags: list[bool] | None = None  # by entry: what they answered
     trained: tuple[int, ...] = ()  # the entries whose flag is set
     standing: Live | None = None  # what forwards without gradients read, see standing_views.py
+
+    @property
+    def places(self) -> Iterator[tuple[dict[str, Any], str, int]]:
+        """(values, name, entry) of every slot."""
+        return zip(self.tables, self.names, self.indices or range(len(self.tables)), strict=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -123,11 +127,11 @@ class Graphs:
     """Autograd graphs that a unit is part of."""
 
     nodes: WeakList = field(default_factory=WeakList)  # where its parameters' gradients arrive
-    readers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """Objects that live as long as graphs over its backward, which read its weights."""
-    unread: list[weakref.ref[Any]] = field(default_factory=list)  # ``nodes`` that saved no weight
+    unread: Sequence[weakref.ref[Any]] = ()  # ``nodes`` that saved no weight
     recur: bool = False  # one forward made several, as it called others between
     captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # captured.py
+    readers = cached_property(lambda _: weakref.WeakSet[Any]())
+    """Objects that live as long as graphs over its backward, which read its weights."""
 
 
 @dataclass(eq=False, repr=False)
@@ -142,7 +146,7 @@ class Unit:
     mp: MixedPrecision
     prefetch: Prefetch
     switches: Switches
-    slots: list[tuple[Slot, int]]  # every place a parameter is read from, and its entry
+    slots: dict[Slot, int]  # every place a parameter is read from, and its entry
     options: Any = None  # plans.Options that it was sharded with
     number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
     holds: set[Hold] = field(default_factory=set)
@@ -167,19 +171,18 @@ class Unit:
     def link(self) -> None:
         """Work out what follows from the buckets; called again when one of them was rebuilt."""
         self.entries = [e for bucket in self.buckets for e in bucket.entries] + self.borrowed
-        lent = {id(owner_of(entry)): owner_of(entry) for entry in self.borrowed}
-        self.gathered = [*self.buckets, *lent.values()]
-        places = [(slot.values, slot.name, index) for slot, index in self.slots]
-        tables, names, indices = zip(*places, strict=True) if places else ((), (), ())
+        self.gathered = list(dict.fromkeys([*self.buckets, *map(owner_of, self.borrowed)]))
+        indices = tuple(self.slots.values())
+        with torch.inference_mode(False):  # on its device, whose streams autograd waits for
+            anchor = torch.zeros(1, device=self.engine.streams.device, requires_grad=True)
         self.links = Links(
             aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
-            anchor=self._make_anchor(),
-            of_class=[i for i, e in enumerate(self.entries) if e.kind is not nn.Parameter],
+            anchor=anchor,
+            of_class=tuple([i for i, e in enumerate(self.entries) if e.kind is not nn.Parameter]),
             attributes=[*map(share_attributes, self.entries)],
-            dtensors=[i for i, e in enumerate(self.entries) if e.spec.is_dtensor],
-            places=places,
-            tables=tables,
-            names=names,
+            dtensors=tuple([i for i, e in enumerate(self.entries) if e.spec.is_dtensor]),
+            tables=tuple([slot.values for slot in self.slots]),
+            names=tuple([slot.name for slot in self.slots]),
             indices=None if indices == tuple(range(len(self.entries))) else indices,
             leaves=[entry.held for entry in self.entries],
             heads=frozenset(id(ref()) for ref in self.modules),
@@ -188,27 +191,22 @@ class Unit:
         self._find_sharers()
         for bucket in self.buckets:
             bucket.users.unit = weakref.ref(self)
-        for bucket in lent.values():
+        for bucket in self.gathered[len(self.buckets) :]:
             bucket.users.borrowers.add(self)
+            self.engine.borrowers.add(self)
             bucket.users.is_lent = True
         self.engine.units.add(self)
         self.engine.mesh_sizes |= {bucket.mesh.size for bucket in self.buckets}
 
-    def _make_anchor(self) -> torch.Tensor:
-        """A leaf on the unit's device, whose streams autograd waits for when it ends."""
-        with torch.inference_mode(False):
-            return torch.zeros(1, device=self.engine.streams.device, requires_grad=True)
-
     def _find_sharers(self) -> None:
-        if self.borrowed:
-            self.engine.borrowers.add(self)
-        mine = {(id(values), name) for values, name, _ in self.links.places}
-        for other in self.engine.units if self.borrowed else self.engine.borrowers:
+        others = self.engine.units if self.borrowed else self.engine.borrowers
+        mine = {(id(values), name) for values, name, _ in self.links.places} if others else set()
+        for other in others:
             if other is not self:
                 theirs = {(id(values), name) for values, name, _ in other.links.places}
                 if not mine.isdisjoint(theirs):
-                    self.links.sharers.append(weakref.ref(other))
-                    other.links.sharers.append(weakref.ref(self))
+                    self.links.sharers += (weakref.ref(other),)
+                    other.links.sharers += (weakref.ref(self),)
 
     def _number_events(self) -> None:
         """Number what the unit will communicate, with the same numbers on every rank."""
@@ -226,7 +224,7 @@ class Unit:
                 links.logs = (*links.logs, log)
             key = (self.number, index)
             if bucket.mesh.shard.size > 1:
-                links.gather_events.append((bucket, log, code_of("gather", key)))
+                links.gather_events += ((bucket, log, code_of("gather", key)),)
             links.reduce_events[bucket] = log, code_of(REDUCE, key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:

@@ -176,8 +176,10 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
         reads: list[Read] = []
         held = [b for b in unit.gathered if b in unit.buckets or id(b) in unheld]
         unheld -= set(map(id, held))  # of units outside of the module: the first that reads it
-        for position, entry in enumerate(unit.entries):
-            slots = [slot for slot, i in unit.slots if i == position]
+        read_from: list[list[Slot]] = [[] for _ in unit.entries]
+        for slot, position in unit.slots.items():
+            read_from[position].append(slot)
+        for entry, slots in zip(unit.entries, read_from, strict=True):
             names, owner = _name_slots(slots, paths), owner_of(entry)
             with raw():
                 trained = entry.spec.numel * entry.param.requires_grad

@@ -267,7 +267,11 @@ def accept_deletions(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> No
             if changes.get(entry) is None:
                 changes.pop(entry, None)
         if gone:
-            unit.slots = [(s, i) for s, i in unit.slots if (id(s.values), s.name) not in gone]
+            unit.slots = {
+                slot: index
+                for slot, index in unit.slots.items()
+                if (id(slot.values), slot.name) not in gone
+            }
             unit.link()
             unit.checks.watch = None
 

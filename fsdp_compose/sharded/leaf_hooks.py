@@ -43,7 +43,7 @@ class DeferredHook:
 
 def run_gradient_hooks(hooks: Hooks, grad: Tensor) -> Tensor:
     """Apply the hooks that a user registered on a parameter to its sharded gradient."""
-    for hook in tuple(hooks.gradient.values()):
+    for hook in tuple((hooks.gradient or {}).values()):
         changed = hook(grad)
         if changed is not None:
             grad = changed
@@ -88,6 +88,8 @@ def _watch_arrivals(param: Tensor, hooks: Hooks, meet_unit: Handler | None = Non
         return run_gradient_hooks(hooks, grad)
 
     stop_keeping(param)
+    hooks.gradient = OrderedDict() if hooks.gradient is None else hooks.gradient
+    hooks.accumulated = OrderedDict() if hooks.accumulated is None else hooks.accumulated
     with raw():
         set_leaf_hooks(param, {0: on_arrival}, hooks.accumulated)
 
@@ -95,12 +97,15 @@ def _watch_arrivals(param: Tensor, hooks: Hooks, meet_unit: Handler | None = Non
 def give_back_hooks(spec: ShardSpec) -> Hooks:
     """Return the hooks' tables, with the hooks as their owners registered them."""
     hooks = spec.hooks
-    hooks.gradient.update({key: hook.__wrapped__ for key, hook in hooks.gradient.items()})
-    hooks.accumulated.update({key: hook.hook for key, hook in hooks.accumulated.items()})
+    if hooks.gradient:
+        hooks.gradient.update({key: hook.__wrapped__ for key, hook in hooks.gradient.items()})
+    if hooks.accumulated:
+        hooks.accumulated.update({key: hook.hook for key, hook in hooks.accumulated.items()})
     return hooks
 
 
-def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+def add_hook(hooks: OrderedDict[int, Any] | None, hook: Callable[..., Any]) -> RemovableHandle:
+    assert hooks is not None, "call listen first"
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

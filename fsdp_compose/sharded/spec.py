@@ -111,8 +111,8 @@ class Residence:
 class Hooks:
     """Hooks of a parameter, run by the engine when its gradient has been reduced."""
 
-    gradient: OrderedDict[int, Any] = field(default_factory=OrderedDict)
-    accumulated: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    gradient: OrderedDict[int, Any] | None = None  # made by the first hook of either kind
+    accumulated: OrderedDict[int, Any] | None = None
     is_arriving: bool = False  # autograd accumulates a gradient itself, as the slice was used
     is_summed: bool = False  # ``autograd.grad`` runs them, on the sum of the gradients it finds
     arrived_in: int = -1  # the autograd run that reached the leaf last

@@ -34,7 +34,7 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
         prefetch=unit.prefetch,
         switches=_copy_switches(unit.switches, memo),
         number=unit.number and (*unit.number, "copy", unit.checks.copies),
-        slots=[(copy_slot(s, memo), i) for s, i in unit.slots if s.module() is not None],
+        slots={copy_slot(s, memo): i for s, i in unit.slots.items() if s.module() is not None},
         options=unit.options,
     )
     twin.checks.groupless = unit.checks.groupless

@@ -28,7 +28,7 @@ def find_recurrent(unit: Unit) -> list[tuple[weakref.ref[nn.Module], list[tuple[
     if unit.links.recurrent is not None:
         return unit.links.recurrent
     found: dict[int, tuple[weakref.ref[nn.Module], list[tuple[int, int]]]] = {}
-    for slot, index in unit.slots:
+    for slot, index in unit.slots.items():
         module = slot.module()
         if isinstance(module, nn.RNNBase) and slot.name in module._flat_weights_names:
             position = module._flat_weights_names.index(slot.name)

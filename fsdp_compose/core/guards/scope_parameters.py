@@ -315,7 +315,7 @@ def show(entry: Entry, full: Any, layer: Layer) -> None:
     if not entry.layers:
         full.__class__, full.__dict__ = before, held.__dict__
         give_slice(entry, full)
-    entry.layers.append(layer)
+    entry.layers += (layer,)
     held.__class__ = _class_for(entry)
 
 
@@ -330,7 +330,8 @@ def hide(entry: Entry, scope: object) -> torch.Tensor | None:
     place = next((i for i, layer in enumerate(entry.layers) if layer.scope is scope), None)
     if place is None:
         return None
-    layer = entry.layers.pop(place)
+    layer = entry.layers[place]
+    entry.layers = entry.layers[:place] + entry.layers[place + 1 :]
     held = entry.held
     if place < len(entry.layers):  # an inner scope goes on: it keeps what lay beneath this one
         inner = entry.layers[place]
