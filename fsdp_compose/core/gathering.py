@@ -239,8 +239,9 @@ def _release(engine: Engine, bucket: Bucket) -> None:
         bucket.log("release", bucket.views.nbytes)
     if streams.gather is None:
         if bucket.static is None:
-            if bucket.full.untyped_storage().resizable() and not bucket.fill.exchange.is_open:
-                bucket.full.untyped_storage().resize_(0)
+            storage = bucket.full.untyped_storage()
+            if storage.resizable() and not bucket.fill.exchange.is_open:
+                storage.resize_(0)
             else:  # others still use it
                 leave_full(engine, bucket)
     else:

@@ -94,6 +94,7 @@ def buckets_under(params: Iterable[torch.Tensor]) -> list[Callable[[], Bucket | 
 
 _get_attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 _get_bucket = attrgetter("bucket")
+_get_tensor = weakref.ref.__call__
 
 
 class Mirror:
@@ -201,7 +202,7 @@ class Mirror:
 
     def list_parameters(self, bucket: Bucket) -> list[Any]:
         """List the parameters of both sides; None for a plain one that is being deleted."""
-        return [*[ref() for ref in self.plain.values()], *bucket.views.params]
+        return [*map(_get_tensor, self.plain.values()), *bucket.views.params]
 
     def _send(self, entry: Entry, grad: Grad, converted: bool) -> None:
         """Give a sharded parameter what was changed, unless it was given something else since."""
