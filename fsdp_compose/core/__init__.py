@@ -42,6 +42,7 @@ Files, each importing only from those above it:
     passes                      begins and ends a forward or backward pass
     guards/passed_units         units for whose parameters a backward does not ask
     guards/frozen_units         where the backward of a unit that trains nothing ends
+    guards/called_again         gradients of a unit's later calls are added up with the first's
     autograd                    gathering as a function; the one way for gradients to arrive
     guards/standing_views       parameters of forwards under no_grad that turn gradients on inside
     guards/static_buffers       units at fixed addresses take turns

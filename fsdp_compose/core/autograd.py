@@ -45,14 +45,14 @@ from fsdp_compose.core.gathering import (
     spread_inner,
     wait_gathered,
 )
-from fsdp_compose.core.guards.captured import choose_anchor
+from fsdp_compose.core.guards.called_again import check_computed, find_sources, hand_on
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.microbatches import refuse_early_gradients
 from fsdp_compose.core.guards.parted_gradients import brings_more
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.used_parameters import unite_used
-from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten, read_versions
+from fsdp_compose.core.guards.weight_versions import read_versions
 from fsdp_compose.core.passes import (
     close_backward,
     consume,
@@ -161,7 +161,7 @@ class EngineWork:
         bucket, node, first = part.bucket, part.node, self.engine.schedule.forward_order.first
         unit = unit_of(bucket)
         hooks = bucket.residence.is_hooked or unit.post_reduce_hooks or unit.switches.comm_hook
-        is_part = unit.graphs.recur or (node is not None and not node.ends_pass)  # more may follow
+        is_part = node is not None and not node.ends_pass  # more may follow
         waits = hooks or is_part or bucket.mesh.microbatches or bucket.users.is_lent
         if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):
             return False
@@ -284,20 +284,19 @@ DELETED = (
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     versions = read_versions(unit)
-    tensors: Sequence[torch.Tensor] = unit.links.aliases
+    outputs: Sequence[torch.Tensor] = unit.links.aliases
     if trained:
-        if unit.engine.streams.gather is not None:
-            choose_anchor(unit)
-        tensors = _gather(weakref.ref(unit), trained, versions, unit.links.anchor)
+        outputs = _gather(weakref.ref(unit), trained, versions, *find_sources(unit, trained))
+    tensors = outputs
     if trained and len(trained) != len(unit.links.aliases):
-        outputs, tensors = tensors, list(unit.links.aliases)
+        tensors = list(unit.links.aliases)
         for index, output in zip(trained, outputs, strict=True):
             tensors[index] = output
     read = as_read(unit, tensors) if unit.links.dtensors else tensors
     exhaust(map(setattr, read, repeat("__dict__"), unit.links.attributes))
     if unit.links.of_class:
         copy_all_attributes(read, unit.entries, unit.links.of_class)
-    unit.run.live = Live(read, unit.engine.pass_id, trained, versions)
+    unit.run.live = Live(read, unit.engine.pass_id, trained, versions, outputs)
     return read
 
 
@@ -318,13 +317,14 @@ class Gather(torch.autograd.Function):
         unit_ref: weakref.ref[Unit],
         trained: tuple[int, ...],
         versions: Versions,
-        anchor: torch.Tensor,
+        *sources: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.unit_ref, ctx.trained, ctx.versions = unit_ref, trained, versions
         ctx.materialize_grads = False
         unit = unit_ref()
         assert unit is not None
         ctx.ends_pass, ctx.received_in, ctx.is_spent = True, None, False
+        ctx.follows, ctx.handed = sources[0] is not unit.links.anchor, None
         unit.graphs.nodes.add(ctx)
         aliases = unit.links.aliases
         outputs = aliases if len(trained) == len(aliases) else map(aliases.__getitem__, trained)
@@ -337,10 +337,10 @@ class Gather(torch.autograd.Function):
         if unit is None:
             raise RuntimeError(DELETED)
         if not unit.graphs.unread or reads_weights(unit):
-            check_unwritten(unit, ctx.versions)
-            check_gathered(unit)
-        receive(unit, ctx.trained, grads, ctx)
-        return None, None, None, None
+            check_computed(unit, ctx, grads)
+        handed = hand_on(unit, ctx, grads) if ctx.follows else (None,)
+        receive(unit, () if ctx.follows else ctx.trained, () if ctx.follows else grads, ctx)
+        return None, None, None, *handed
 
 
 _gather = plain_apply(Gather)  # under a transform connect.py gathers

@@ -160,7 +160,6 @@ def _open_forward(unit: Unit, trained: tuple[int, ...]) -> None:
         tensors = live.tensors  # a second call in one forward: its gradients join the first's
         live.joined_at = next_node_number()
     else:
-        unit.graphs.recur |= live is not None and live.pass_id == engine.pass_id
         tensors = view_parameters(unit, trained) if torch.is_grad_enabled() else view_standing(unit)
     if is_functional and unit.opened is not None:
         given = unit.opened.given

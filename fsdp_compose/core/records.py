@@ -36,6 +36,7 @@ class Live:
     pass_id: int  # the outermost forward they were made in; 0 once backward consumed them
     trained: tuple[int, ...]  # the entries whose tensors are connected to their leaves
     versions: list[tuple[int, ...]] = field(default_factory=list)  # of the shards they are from
+    outputs: Sequence[torch.Tensor] = ()  # the tensors of ``trained``, as plain ones
     joined_at: int = -1  # when the last forward began that computed with them again
     closed_at: int = -1  # when the last node of the last forward was made, see kept_tensors.py
 

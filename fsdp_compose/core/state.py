@@ -128,7 +128,6 @@ class Graphs:
 
     nodes: WeakList = field(default_factory=WeakList)  # where its parameters' gradients arrive
     unread: Sequence[weakref.ref[Any]] = ()  # ``nodes`` that saved no weight
-    recur: bool = False  # one forward made several, as it called others between
     captured: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # captured.py
     readers = cached_property(lambda _: weakref.WeakSet[Any]())
     """Objects that live as long as graphs over its backward, which read its weights."""

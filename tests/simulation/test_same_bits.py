@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
 from fsdp_compose import Offload, Prefetch, ShardingStrategy, simulate
@@ -86,28 +87,74 @@ def test_what_is_switched_changes_no_bit(switched: str) -> None:
         assert hashes(build, shard, seed) == wanted, f"variant {seed}"
 
 
-class Looped(nn.Module):
-    """Calls two layers in turn, three times."""
+class Cell(nn.Module):
+    """Reads its weights ``uses`` times in a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, uses: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layer, self.uses = nn.Linear(6, 6), uses
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = self.second(self.first(x).tanh()).tanh()
+        for _ in range(self.uses):
+            x = self.layer(x).tanh()
         return x
 
 
-def test_units_that_are_called_again_keep_the_bits() -> None:
-    """Their gradients are added up over the calls first, whenever they are gathered."""
-    layers = fc.wrap.by_class({nn.Linear})
-    kept = {"strategy": ShardingStrategy.SHARD_GRAD_OP}
-    found = [
-        hashes(Looped, lambda model, chosen=chosen: fc.fully_shard(model, **chosen), seed)  # type: ignore[misc]
-        for seed, chosen in enumerate([{}, {"units": layers}, {"units": layers, **kept}])
-    ]
-    assert found[0] == found[1] == found[2] and len(found[0]) == 1
+class Pattern(nn.Module):
+    """Calls its cells in the order of ``names``, each in a checkpoint if wanted."""
+
+    def __init__(self, names: str, uses: int = 1, recomputes: bool = False) -> None:
+        super().__init__()
+        self.names, self.recomputes = names, recomputes
+        self.cells = nn.ModuleDict({name: Cell(uses) for name in "abc"})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            cell = self.cells[name]
+            x = checkpoint(cell, x, use_reentrant=False) if self.recomputes else cell(x)
+        return x
+
+
+CELLS = fc.wrap.by_class({Cell})
+KEPT = {"units": CELLS, "strategy": ShardingStrategy.SHARD_GRAD_OP}
+
+
+def differ(build: Build, **options: Any) -> bool:
+    """Whether one unit, released ones and kept ones train other bits."""
+    each = ({}, {"units": CELLS}, KEPT)
+    shards = [with_options(fc.fully_shard, **{**options, **one}) for one in each]
+    found = [hashes(build, shard, seed) for seed, shard in enumerate(shards)]
+    return len(set().union(*found)) > 1
+
+
+@pytest.mark.parametrize("names", ["abab", "aaba", "aabaa", "abcaab", "abbcba"])
+def test_units_that_are_called_again_keep_the_bits(names: str) -> None:
+    """Their gradients are added up use by use, whenever they are gathered."""
+    assert not differ(lambda: Pattern(names))
+    assert not differ(lambda: Pattern(names, recomputes=True))
+
+
+def test_units_read_twice_in_a_call_keep_the_bits() -> None:
+    """Uses in one call are not added up before those of the call after it."""
+    assert not differ(lambda: Pattern("aba", uses=2))
+
+
+def test_calls_are_added_up_in_their_own_dtype() -> None:
+    """That of compute, as autograd adds up uses, not that of reductions."""
+    policy = fc.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert not differ(lambda: Pattern("abab"), mp_policy=policy)
+
+
+@pytest.mark.parametrize("names", ["aba", "aabaa"])
+def test_called_again_has_the_bits_of_one_process(names: str) -> None:
+    """Without other ranks there is nothing to round that torch does not."""
+    plain, ours = (seeded(lambda: Pattern(names, uses=2)).float() for _ in range(2))
+    fc.fully_shard(ours, units=CELLS, reshard_after_forward=True)
+    for model in (plain, ours):
+        model(data(0, 0).float()).square().mean().backward()
+    for ours_of, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (ours_of.grad is None) == (theirs.grad is None)
+        assert theirs.grad is None or torch.equal(ours_of.grad.full_tensor(), theirs.grad)
 
 
 def test_strategies_over_two_axes_agree() -> None:

@@ -232,7 +232,11 @@ def _read_in_forwards(engine: Engine) -> list[Sequence[Tensor]]:
     lists: list[Sequence[Tensor]] = []
     for unit in engine.units:
         live, standing = unit.run.live, unit.links.standing
-        lists += [unit.links.aliases, () if live is None else live.tensors]
+        lists += (
+            [unit.links.aliases]
+            if live is None
+            else [unit.links.aliases, live.tensors, live.outputs]
+        )
         lists.append(() if standing is None else standing.tensors)
         lists += [bucket.aliases for bucket in unit.buckets]
     return list({id(tensors): tensors for tensors in lists}.values())
@@ -282,7 +286,7 @@ def _storages(units: Iterable[Unit], released: bool = False) -> dict[int, Bucket
 def _own_tensors(unit: Unit) -> Iterable[Tensor]:
     """List the library's own tensors over the memory of the unit's gathered weights."""
     for kept in unit.run.live, unit.links.standing:
-        read = kept.tensors if kept is not None else ()
+        read = (*kept.tensors, *kept.outputs) if kept is not None else ()
         yield from read
         yield from map(part_of, read)
     for bucket in unit.gathered:

@@ -77,6 +77,7 @@ class Stand(torch.autograd.Function):
         unit = unit_ref()
         assert unit is not None
         ctx.ends_pass, ctx.received_in, ctx.is_spent = True, None, False
+        ctx.follows, ctx.handed = False, None
         return tuple(map(torch.Tensor.detach, map(unit.links.aliases.__getitem__, trained)))
 
     @staticmethod
