@@ -513,7 +513,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], Callable[[int], None], int]] = {
     "accumulation lost": (lose_accumulation, check_accumulation, 2),
     "other ranks' use not heard of": (keep_own_flags, check_unused, 2),
     "parts of a gradient reduced alone": (
-        lambda: replace("_is_awaited", lambda original: lambda *_: False),
+        lambda: replace("is_awaited", lambda original: lambda *_: False),
         check_parts, 2,
     ),
     "memory handed out": (hand_out_memory, check_memory, 2),

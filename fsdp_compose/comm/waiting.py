@@ -199,7 +199,8 @@ def watch_mark(purpose: str, ranks: Sequence[int], mark: Any) -> None:
     """
     if is_capturing():
         forget_marks()
-    if is_capturing() or len(ranks) < 2:
+        return
+    if len(ranks) < 2:
         return
     watch = the_watch()
     wait = watch.newest = Wait(purpose, ranks, monotonic(), mark)

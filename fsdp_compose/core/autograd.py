@@ -45,14 +45,14 @@ from fsdp_compose.core.gathering import (
     spread_inner,
     wait_gathered,
 )
-from fsdp_compose.core.guards.called_again import check_computed, find_sources, hand_on
+from fsdp_compose.core.guards.called_again import find_sources, hand_on, is_reached
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.microbatches import refuse_early_gradients
-from fsdp_compose.core.guards.parted_gradients import brings_more
+from fsdp_compose.core.guards.parted_gradients import brings_more, is_awaited
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.used_parameters import unite_used
-from fsdp_compose.core.guards.weight_versions import read_versions
+from fsdp_compose.core.guards.weight_versions import check_computed, read_versions
 from fsdp_compose.core.passes import (
     close_backward,
     consume,
@@ -163,7 +163,7 @@ class EngineWork:
         hooks = bucket.residence.is_hooked or unit.post_reduce_hooks or unit.switches.comm_hook
         is_part = node is not None and not node.ends_pass  # more may follow
         waits = hooks or is_part or bucket.mesh.microbatches or bucket.users.is_lent
-        if not unit.switches.sync or (waits and _is_awaited(unit, bucket, node)):
+        if not unit.switches.sync or (waits and is_awaited(unit, bucket, node)):
             return False
         # The first of the forward is the last here, and waits until autograd frees its gradients.
         is_last = node is not None and first is not None and first() is unit
@@ -184,12 +184,6 @@ class EngineWork:
 
     def finish_reductions(self) -> None:
         drain(self.engine)
-
-
-def _is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
-    """Whether this backward brings more gradients of the bucket, to be reduced with these."""
-    # More may follow in a compiled graph, or in a backward inside another.
-    return node is None or len(unit.engine.tasks) > 1 or brings_more(unit, bucket)
 
 
 def _reduce_now(
@@ -284,9 +278,12 @@ DELETED = (
 def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
     """The unit's gathered parameters by entry, those of ``trained`` connected to autograd."""
     versions = read_versions(unit)
-    outputs: Sequence[torch.Tensor] = unit.links.aliases
+    outputs, live = unit.links.aliases, unit.run.live
     if trained:
-        outputs = _gather(weakref.ref(unit), trained, versions, *find_sources(unit, trained))
+        sources: Sequence[torch.Tensor] = (unit.links.anchor,)
+        if unit.engine.streams.gather or (live and live.pass_id == unit.engine.pass_id):
+            sources = find_sources(unit, trained, live)
+        outputs = _gather(weakref.ref(unit), trained, versions, *sources)
     tensors = outputs
     if trained and len(trained) != len(unit.links.aliases):
         tensors = list(unit.links.aliases)
@@ -336,8 +333,9 @@ class Gather(torch.autograd.Function):
         unit = ctx.unit_ref()
         if unit is None:
             raise RuntimeError(DELETED)
-        if not unit.graphs.unread or reads_weights(unit):
-            check_computed(unit, ctx, grads)
+        is_read = not unit.graphs.unread or reads_weights(unit)
+        if is_read and (ctx.handed is None or is_reached(unit, ctx, grads)):
+            check_computed(unit, ctx.versions)
         handed = hand_on(unit, ctx, grads) if ctx.follows else (None,)
         receive(unit, () if ctx.follows else ctx.trained, () if ctx.follows else grads, ctx)
         return None, None, None, *handed

@@ -18,17 +18,16 @@ import torch
 
 from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
-from fsdp_compose.core.guards.weight_versions import check_gathered, check_unwritten
+from fsdp_compose.core.records import Live
 from fsdp_compose.core.state import Unit
 
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-def find_sources(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tensor]:
+def find_sources(unit: Unit, trained: tuple[int, ...], live: Live | None) -> Sequence[torch.Tensor]:
     """What the node of a call is a function of: the call before in this forward, or the anchor."""
     if unit.engine.streams.gather is not None:
         choose_anchor(unit)
-    live = unit.run.live
     if live is None or live.pass_id != unit.engine.pass_id or live.trained != trained:
         return (unit.links.anchor,)
     return live.outputs
@@ -44,14 +43,7 @@ def hand_on(unit: Unit, node: Any, grads: Tensors) -> Tensors:
     return grads
 
 
-def check_computed(unit: Unit, node: Any, grads: Tensors) -> None:
-    """Raise unless backward computed the call's ``grads`` with the weights that forward read."""
-    if node.handed is None or _is_reached(unit, node, grads):
-        check_unwritten(unit, node.versions)
-        check_gathered(unit)
-
-
-def _is_reached(unit: Unit, node: Any, grads: Tensors) -> bool:
+def is_reached(unit: Unit, node: Any, grads: Tensors) -> bool:
     """Whether this backward came through the call, and not only through later ones.
 
     For a call that is no part of the loss, the unit is not gathered.

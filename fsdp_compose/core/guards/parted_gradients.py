@@ -22,6 +22,12 @@ from fsdp_compose.core.state import Engine, Task, Unit, owner_of, unit_of
 from fsdp_compose.sharded import run_hooks_and_copy, tag
 
 
+def is_awaited(unit: Unit, bucket: Bucket, node: Any) -> bool:
+    """Whether this backward brings more gradients of the bucket, to be reduced with these."""
+    # More may follow in a compiled graph, or in a backward inside another.
+    return node is None or len(unit.engine.tasks) > 1 or brings_more(unit, bucket)
+
+
 def brings_more(unit: Unit, bucket: Bucket) -> bool:
     """Whether the backward under way will bring gradients of the bucket from forwards."""
     users = unit, *bucket.users.borrowers

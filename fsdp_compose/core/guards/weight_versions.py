@@ -113,8 +113,9 @@ def check_versions(
     )
 
 
-def check_gathered(unit: Unit) -> None:
-    """Raise unless backward computed with gathered weights."""
+def check_computed(unit: Unit, read: list[tuple[int, ...]]) -> None:
+    """Raise unless backward computed with gathered weights, of the versions ``read``."""
+    check_unwritten(unit, read)
     for bucket in unit.gathered:
         if bucket.phase is not GATHERED and not bucket.in_place:
             raise RuntimeError(_UNSEEN.format(name=unit.name))
