@@ -435,7 +435,7 @@ def _child(
 ) -> NoReturn:
     """The whole life of a rank. Never returns and lets nothing escape."""
     try:
-        _settle(output, stacks, timeout)
+        _begin_rank(output, stacks, timeout)
         message = _outcome(call, world)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -447,7 +447,7 @@ def _child(
     os._exit(0)
 
 
-def _settle(output: IO[bytes], stacks: IO[bytes], timeout: float) -> None:
+def _begin_rank(output: IO[bytes], stacks: IO[bytes], timeout: float) -> None:
     """Make the fork a process of its own: output, signals, one thread, a seed."""
     gc.freeze()  # what the parent left as garbage is not this rank's to finalise
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

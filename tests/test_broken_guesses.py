@@ -63,14 +63,14 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         make_guesses(forget_possible), GUESSES, "test_hooks_are_not_told_of_what_is_frozen",
     ),
     "zeros are left": (
-        put(collective_log, "settle", lambda guesses: None),
+        put(collective_log, "take_back_zeros", lambda guesses: None),
         GUESSES, "test_replicas_may_turn_to_others", "HYBRID_SHARD",
     ),
     "gradients are taken back": (
         make_guesses(take_all_back), GUESSES, "test_microbatches_may_turn_to_others", "sharded",
     ),
     "gradients that wait keep zeros": (
-        wrap("settle", HOME, leave_waiting),
+        wrap("take_back_zeros", HOME, leave_waiting),
         GUESSES, "test_microbatches_may_turn_to_others", "no_all_reduce",
     ),
     "hooks are told of zeros": (
@@ -80,7 +80,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
     "cleared flat gradients count as there": (
         make_guesses(forget_mirror), GUESSES, "test_flat_gradients_follow",
     ),
-    "sums are not settled when reduced": (
+    "sums are not shared when reduced": (
         put(unshard, "sorted", lambda logs, key: []),
         GUESSES, "test_sums_that_waited_are_settled_when_reduced",
     ),

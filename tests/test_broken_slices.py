@@ -166,7 +166,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         "scopes/test_unreduced.py", "test_local_parameters_are_not_stepped_without_it",
     ),
     "gradients set on the other side": (
-        put(plain_parameters, "settle_gradients", lambda mirrors: None),
+        put(plain_parameters, "share_gradients", lambda mirrors: None),
         AGREE, "test_an_optimizer_is_given_other_parameters", "all", "flat",
     ),
     "parameters given to an optimizer later": (

@@ -47,7 +47,7 @@ from fsdp_compose.core.guards.added_parameters import is_ignored, list_managed, 
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.static_buffers import choose_buffers_again
 from fsdp_compose.core.guards.units import get_state, modules_of, require_units
 from fsdp_compose.core.passes import begin_forward_pass
@@ -124,7 +124,7 @@ _AGAIN = "call fsdp_compose.undo(module), then fully_shard(module, ...) with it"
 def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None) -> None:
     units = require_units(module, "refresh")
     clear_failed_steps(units)
-    settle_plain_gradients(units)
+    share_plain_gradients(units)
     groups = dict.fromkeys(g for u in units for b in u.gathered for g in b.mesh.groups)
     meet_to_call("refresh", groups)
     for unit in units:
@@ -160,7 +160,7 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
     for unit in units:
         for reason in tuple(unit.holds):
             unit.engine.schedule.drop(unit, reason)
-    _adopt_buckets(units)
+    _claim_buckets(units)
     read = {entry for change in survey for entry in change.read}
     read |= {e for u in _list_other_units(units) for e in u.borrowed}
     for change in survey:
@@ -174,7 +174,7 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
     _leave_for_loading(metas, module)
 
 
-def _adopt_buckets(units: Sequence[Unit]) -> None:
+def _claim_buckets(units: Sequence[Unit]) -> None:
     """Give buckets of units whose modules were removed to the first unit that reads from them."""
     lent = [(u, bucket) for u in units for bucket in u.gathered[len(u.buckets) :]]
     if any(_find_unit(bucket) not in units for _, bucket in lent):

@@ -20,7 +20,7 @@ from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import refuse_replaced
 from fsdp_compose.core.guards.scope_parameters import hide_all
 from fsdp_compose.core.guards.units import modules_of, require_units
@@ -69,7 +69,7 @@ def undo(module: M) -> M:
         drain(engine)
         # An undone unit may live on, on some ranks only: until garbage of theirs is collected.
         engine.schedule.forget_orders(engine.units)
-    settle_plain_gradients(units)
+    share_plain_gradients(units)
     check_reduced((bucket for unit in units for bucket in unit.buckets), "undo")
     for unit in units:
         refuse_replaced(unit)

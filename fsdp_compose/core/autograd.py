@@ -202,7 +202,7 @@ def _reduce_now(
     refuse_early_gradients(unit)
     for route in routes_of(unit, trained):
         if (mirror := route.bucket.history.mirror) is not None:
-            mirror.settle()
+            mirror.share_gradients()
         for entry, grad in _reduce_route(route, grads).items():
             results[entry] = results[entry] + grad if entry in results else grad
     if node is not None and node.ends_pass:

@@ -29,7 +29,7 @@ from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.inner_gradients import guard_hooks
 from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywhere, note_users
 from fsdp_compose.core.guards.parted_gradients import add_held, forget_held, tell_late
-from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import return_leaves
 from fsdp_compose.core.guards.replicas import verify_units
 from fsdp_compose.core.guards.saved_tensors import recover_shields
@@ -110,8 +110,8 @@ def end_task(engine: Engine, task_id: int) -> None:
             land(engine)
             set_graph_gradients(add_held(engine, task))
             tell_late(task)
-            # The outermost run settles those of units that did not run, too.
-            settle_plain_gradients(task.units if engine.tasks else engine.units)
+            # The outermost backward shares those of units that did not run, too.
+            share_plain_gradients(task.units if engine.tasks else engine.units)
     except BaseException:
         abandon_task(engine, task)
         raise

@@ -300,7 +300,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     if unit.run.stand_ins:
         carry_gradients(unit)
     if mirror is not None:
-        mirror.settle()
+        mirror.share_gradients()
     entries, params, grads = bucket.entries, bucket.views.params, cut(bucket, flat)
     if used.bits != bucket.views.every:
         flags = [used.bits >> i & 1 for i in range(used.count)]
@@ -314,13 +314,13 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     if were_there is not None:
         note_added(entries, were_there)
     if mirror is not None:
-        mirror.settle(flat)
+        mirror.share_gradients(flat)
     if is_hooked:
         _run_accumulated_hooks(entries)
     if unit.post_reduce_hooks and reduced:
         tell_reduced(unit, reduced)
     if mirror is not None:
-        mirror.settle()  # a hook may have stepped an optimizer and cleared its gradients
+        mirror.share_gradients()  # a hook may have stepped an optimizer and cleared its gradients
     if unit.run.calls:
         show_stand_ins(unit)
 

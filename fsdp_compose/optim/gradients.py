@@ -32,7 +32,7 @@ from fsdp_compose.construct.tensor_parallel import find_parallel
 from fsdp_compose.core.guards.scope_parameters import clipped_of
 from fsdp_compose.core.guards.surroundings import check_once
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.optim.mirror import Mirror, leaves_of, mirror_of, settle_gradients
+from fsdp_compose.optim.mirror import Mirror, leaves_of, mirror_of, share_gradients
 from fsdp_compose.optim.unaveraged_parameters import check_clipped
 from fsdp_compose.scopes.unshard import check_reduced
 from fsdp_compose.sharded import (
@@ -127,9 +127,9 @@ def collect_gradients(params: Params, caller: str, joins: bool = True) -> list[G
         leaves = list(chain.from_iterable(map(leaves_of, map(clipped_of, shown))))
         sharded = [leaf for leaf in leaves if is_sharded_parameter(leaf)]
         others = [leaf for leaf in leaves if not is_sharded_parameter(leaf)]
-    # Gradients that are settled may lie elsewhere, and are looked up again.
+    # Gradients that are shared anew may lie elsewhere, and are looked up again.
     found, left = join_buckets(sharded) if joins else ([], sharded)
-    if settle_gradients(list_mirrors([*[gradient.param for gradient in found], *left])):
+    if share_gradients(list_mirrors([*[gradient.param for gradient in found], *left])):
         found, left = join_buckets(sharded) if joins else ([], sharded)
     firsts = [*[gradient.param for gradient in found], *left]
     refuse_waiting(firsts, caller)

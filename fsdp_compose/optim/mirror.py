@@ -2,8 +2,8 @@
 
 Either side's may be cleared, replaced or set at any time, by a caller or by autograd. What changed
 since both sides agreed is seen by identity: a gradient is a tensor object, and each side's is noted
-then. ``settle`` passes on what changed. It runs before and after gradients arrive, before a step,
-and before norms are taken or a scaler unscales.
+then. ``share_gradients`` passes on what changed. It runs before and after gradients arrive, before
+a step, and before norms are taken or a scaler unscales.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Mirror:
         known = None if ref is None else ref()
         if known is not None:
             return known
-        self.settle()
+        self.share_gradients()
         bucket = self.bucket()
         assert bucket is not None
         with torch.inference_mode(False):
@@ -135,18 +135,18 @@ class Mirror:
         plain.__dict__[_SOURCE_KEY] = Source(self.bucket, key, nodes)
         plain.__dict__["__deepcopy__"] = _Copy(weakref.ref(plain))
         self.plain[entry] = weakref.ref(plain, partial(_bury, weakref.ref(self), entry))
-        self.settle()
+        self.share_gradients()
         return plain
 
     def _watch(self, bucket: Bucket, entry: Entry | None, plain: nn.Parameter) -> list[Any]:
         """Settle before autograd itself adds to a gradient, as for a penalty on the weights."""
-        settle, nodes = partial(_settle_first, weakref.ref(self)), []
+        share, nodes = partial(_share_first, weakref.ref(self)), []
         entries = bucket.entries if entry is None else [entry]
         with raw(), torch.inference_mode(False), torch.enable_grad():
             for own in entries:
                 if requires_grad(own.param):
                     nodes.append(get_gradient_edge(own.param).node)
-                    nodes[-1].register_prehook(settle)
+                    nodes[-1].register_prehook(share)
             if bucket.mesh.microbatches is not None:
                 refusal = refusal_of(entries[0], bucket.mesh.microbatches)
                 nodes.append(get_gradient_edge(plain).node)
@@ -168,7 +168,7 @@ class Mirror:
                 lost.__dict__[_SOURCE_KEY] = Source(_no_bucket, None, [])
                 self.has_lost = True
 
-    def settle(self, flat: Grad = None, converted: bool = False) -> None:
+    def share_gradients(self, flat: Grad = None, converted: bool = False) -> None:
         """Have both sides' gradients be the same memory, as of now.
 
         Args:
@@ -265,13 +265,13 @@ def mirror_of(bucket: Bucket) -> Mirror | None:
     return known
 
 
-def settle_gradients(mirrors: Sequence[Mirror]) -> bool:
-    """Settle the gradients of these plain parameters before they are read; whether any changed."""
+def share_gradients(mirrors: Sequence[Mirror]) -> bool:
+    """Share the gradients of these plain parameters before they are read; whether any changed."""
     with raw():
         if not mirrors or _agree(mirrors):
             return False
     for mirror in mirrors:
-        mirror.settle()
+        mirror.share_gradients()
     return True
 
 
@@ -301,10 +301,10 @@ def leaves_of(param: torch.Tensor) -> Sequence[Any]:
     return bucket.views.params if entry is None else [entry.param]
 
 
-def _settle_first(mirror: weakref.ref[Mirror], _: Any) -> None:
+def _share_first(mirror: weakref.ref[Mirror], _: Any) -> None:
     found = mirror()
     if found is not None:
-        found.settle()
+        found.share_gradients()
 
 
 def _refuse_arrival(refusal: Callable[[], str], _: Any) -> None:

@@ -38,7 +38,7 @@ from fsdp_compose.optim.mirror import (
     buckets_under,
     list_frozen,
     mirror_of,
-    settle_gradients,
+    share_gradients,
 )
 from fsdp_compose.scopes.unshard import check_stepped, is_open
 from fsdp_compose.sharded import is_sharded
@@ -246,7 +246,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
         if is_open(bucket):
             check_stepped(bucket, f"{type(optimizer).__name__}.step()")
-    settle_gradients([mirror_of(b) or _mirror_of(b) for b in buckets if b is not None])
+    share_gradients([mirror_of(b) or _mirror_of(b) for b in buckets if b is not None])
 
 
 _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)

@@ -23,7 +23,7 @@ from fsdp_compose.optim.gradients import (
     list_mirrors,
     refuse_waiting,
 )
-from fsdp_compose.optim.mirror import leaves_of, settle_gradients
+from fsdp_compose.optim.mirror import leaves_of, share_gradients
 from fsdp_compose.sharded import is_sharded_parameter, spec_of
 
 
@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         sharded = _list_sharded(optimizer)
         refuse_waiting(sharded, "GradScaler")
-        settle_gradients(list_mirrors(sharded))  # else its step does so afterwards
+        share_gradients(list_mirrors(sharded))  # else its step does so afterwards
         if _is_needed_on_host(found_inf, optimizer):  # torch's copies there do not wait to arrive
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         with raw():  # on plain slices: the ranks agree on overflow once, below

@@ -26,7 +26,7 @@ from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.replaced_parameters import check_at_rest
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import give_gradient
@@ -128,7 +128,7 @@ def gathered(
     options = ScopeOptions(writeback, with_grads, rank0_only, offload_to_cpu, connected)
     units = find_units(module, recurse)
     clear_failed_steps(units)
-    settle_plain_gradients(units if with_grads else ())
+    share_plain_gradients(units if with_grads else ())
     _check_entry(units, options)
     with torch.inference_mode(False):
         scopes = open_units(units, options)

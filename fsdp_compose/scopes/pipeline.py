@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import describe_value
 from fsdp_compose.core.guards.microbatches import refuse_postponing
-from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import iter_units
@@ -92,7 +92,7 @@ def pipeline_stage(stage: StageT) -> StageT:
         nonlocal is_first
         if is_first:
             is_first = False
-            settle_plain_gradients(iter_units(stage.submod))
+            share_plain_gradients(iter_units(stage.submod))
             held[:] = [n for n, p in stage.submod.named_parameters() if p.grad is not None][:1]
         if kind == "weight":
             return (), None  # done in the backward for the inputs

@@ -38,7 +38,7 @@ from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDi
 from fsdp_compose.core.guards.compared_units import forget_orders
 from fsdp_compose.core.guards.connect import is_running
 from fsdp_compose.core.guards.failed_steps import clear_failed_steps
-from fsdp_compose.core.guards.plain_gradients import settle_plain_gradients
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
@@ -182,7 +182,7 @@ def skippable_step(
     links, step = _Links.of(units), SkippableStep()
     clear_failed_steps(units)
     _refuse_inside(links.engines)
-    settle_plain_gradients(units)
+    share_plain_gradients(units)
     before = _State.of(module, units)
     disagreed = links.disagreements()
     try:
@@ -288,7 +288,7 @@ class _Links:
     def disagreements(self) -> int:
         return sum(log.disagreements for log in self.logs)
 
-    def unsettled(self) -> list[tuple[Log, Group]]:
+    def list_untold(self) -> list[tuple[Log, Group]]:
         """Groups in which the ranks were not told yet that one discards the step."""
         return [(log, group) for (log, group), n in self.epochs.items() if epoch_of(group) == n]
 
@@ -299,7 +299,7 @@ class _Links:
             restored: units whose gradients that wait will be put back.
         """
         for log in self.logs:
-            log.start_over([group for one, group in self.unsettled() if one is log])
+            log.start_over([group for one, group in self.list_untold() if one is log])
             log.steps.forget_all()  # some ranks may have ended the step, and compared it
         for engine in self.engines:
             recover(engine, restored)
@@ -324,7 +324,7 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
         code = KEPT if step._own is None else DISCARDED
         told = [
             (log, group, None if group in log.unmet else comm.tell(log, code, group))
-            for log, group in links.unsettled()
+            for log, group in links.list_untold()
         ]
         for log, group, heads in told:
             try:

@@ -385,7 +385,7 @@ def reduce_units(units: list[Unit]) -> None:
         land(engine)
         guessing = [log for log in engine.logs.values() if log.guesses]
         for log in sorted(guessing, key=lambda log: log.place):  # in the same order on every rank
-            log.settle_guesses()
+            log.compare_guesses()
     check_reduced(
         (b for u in units for b in u.buckets if b.mesh.microbatches is not None), "reduce_grads"
     )

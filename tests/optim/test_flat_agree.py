@@ -192,7 +192,7 @@ def test_a_move_between_devices_sets_no_gradient(way: str) -> None:
     for p in model.parameters():
         p.grad = p.grad.clone()  # as Module.to("cuda") does
     for bucket in (bucket for unit in units(model) for bucket in unit.buckets):
-        bucket.history.mirror.settle(converted=True)
+        bucket.history.mirror.share_gradients(converted=True)
     assert all(p.grad is None for p in (*params, *model.parameters()))
 
 

@@ -39,7 +39,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.heads import answer_for, end_epoch
 from fsdp_compose.comm.messages import gather_in_turn
 from fsdp_compose.core.guards.compared_steps import Settings, Steps, number_of, texts_of
-from fsdp_compose.core.guards.guessed_use import Guess, make_guess, settle, sum_up
+from fsdp_compose.core.guards.guessed_use import Guess, make_guess, sum_up, take_back_zeros
 from fsdp_compose.core.guards.rank_differences import (
     ALONE,
     LATE,
@@ -225,7 +225,7 @@ class Log:
         if self.steps.parameter is not None:
             self.events.append((_STEPPED, STEPPED, *self.steps.parameter))
             self.hash = (self.hash * _FACTOR + _STEPPED) & _MASK
-        comparison = self.settle_guesses()
+        comparison = self.compare_guesses()
         if self.is_stepwise or comparison.mark is None:
             self._check(comparison)
         else:
@@ -237,14 +237,14 @@ class Log:
         if self.is_proven or self.passes >= TRIAL_PASSES:
             self.is_stepwise = self.is_debugging
 
-    def settle_guesses(self) -> _Pending:
+    def compare_guesses(self) -> _Pending:
         """Compare what the ranks did; where all turned alike to other entries, that is known now.
 
         A rank that has no doubt about its guesses waits for nothing.
         """
         comparison = self._compare(_END)
         if self.doubts and all(comparison.read()[1]):
-            settle(self.guesses)
+            take_back_zeros(self.guesses)
             self.guesses, self.doubts = [one for one in self.guesses if not one.is_doubted], 0
         return comparison
 

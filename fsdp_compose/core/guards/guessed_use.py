@@ -50,7 +50,7 @@ def make_guess(bucket: Bucket, used: Flags) -> Guess:
         unit = None if bucket.users.unit is None else bucket.users.unit()
         is_seen = bool(unit is not None and unit.post_reduce_hooks) or _are_hooked(bucket, assumed)
         if bucket.history.mirror is not None:
-            bucket.history.mirror.settle()  # its owner may have cleared gradients
+            bucket.history.mirror.share_gradients()  # its owner may have cleared gradients
         with raw():
             for index, param in enumerate(bucket.views.params):
                 unset |= (assumed >> index & 1 and get_grad(param) is None) << index
@@ -70,7 +70,7 @@ def sum_up(guesses: Sequence[Guess], rank: int) -> tuple[object, ...]:
     return (*doubted, rank if any(guess.is_seen for guess in guesses) else -1)
 
 
-def settle(guesses: Sequence[Guess]) -> None:
+def take_back_zeros(guesses: Sequence[Guess]) -> None:
     """Take the zeros back of what no rank used: of the doubted ones each used what this one did."""
     zeros: dict[Bucket, int] = {}
     for guess in guesses:

@@ -75,7 +75,7 @@ def copy_moved_parameters(bucket: Bucket) -> None:
     bucket.history.unready = [(entry, UnwrittenMark(entry.param)) for entry in waiting]
     if bucket.history.mirror is not None:
         # An optimizer over those tensors may step before the next backward.
-        bucket.history.mirror.settle(converted=True)
+        bucket.history.mirror.share_gradients(converted=True)
 
 
 def _make_shard(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fsdp_compose.core.state import Unit
 
 
-def settle_plain_gradients(units: Iterable[Unit]) -> None:
+def share_plain_gradients(units: Iterable[Unit]) -> None:
     """Have the parameters of ``units`` see what an optimizer over plain ones did to gradients.
 
     For whoever reads ``.grad`` ahead of the next backward: what such an optimizer's ``zero_grad()``
@@ -16,4 +16,4 @@ def settle_plain_gradients(units: Iterable[Unit]) -> None:
     for unit in units:
         for bucket in unit.buckets:
             if bucket.history.mirror is not None:
-                bucket.history.mirror.settle()
+                bucket.history.mirror.share_gradients()

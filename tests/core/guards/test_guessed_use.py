@@ -54,8 +54,8 @@ def run(ranks: Callable[[int], None], world: int = 2) -> None:
 def test_all_ranks_may_turn_to_others(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as another head; a rank waits for the others' word in the steps of such turns alone."""
     turns: list[int] = []
-    settle = collective_log.settle
-    monkeypatch.setattr(collective_log, "settle", lambda g: (turns.append(0), settle(g)))
+    known = collective_log.take_back_zeros
+    monkeypatch.setattr(collective_log, "take_back_zeros", lambda g: (turns.append(0), known(g)))
 
     def ranks(rank: int) -> None:
         check_steps(Twin(rank, 2, Choosy, fully_shard, optimizer), ALIKE)
