@@ -182,7 +182,9 @@ def before_traced(module: nn.Module, args: Any, kwargs: Any) -> Any:
     else:  # in a region of its own, whose outputs the compiler makes again instead of saving
         now = torch.ops.fsdp_compose.versions(traced.anchor.detach(), key)
         shown = checkpoint(show, traced.anchor, now, use_reentrant=False, preserve_rng_state=False)
-    for values, name, index in unit.links.places:
+    links = unit.links  # whose property ``places`` cannot be traced
+    indices = links.indices or range(len(links.tables))
+    for values, name, index in zip(links.tables, links.names, indices, strict=True):
         values[name] = shown[index]
     if not unit.mp.cast_forward_inputs or unit.mp.param_dtype is None:
         return None
@@ -195,7 +197,9 @@ def after_traced(module: nn.Module, args: Any, output: Any) -> Any:
     unit = getattr(module, STATE_KEY).unit
     if not torch.compiler.is_compiling() or unit.traced is None or unit.opened is not None:
         return after_forward(module, args, output)
-    for values, name, index in unit.links.places:
+    links = unit.links
+    indices = links.indices or range(len(links.tables))
+    for values, name, index in zip(links.tables, links.names, indices, strict=True):
         values[name] = unit.entries[index].held
     if unit.mp.output_dtype is None:
         return output
