@@ -133,6 +133,7 @@ class Races(TorchDispatchMode):
         self.found: list[str] = []
         self.seen: set[tuple[str, bool]] = set()  # (what, whether on the main stream)
         self.host, self.hosted = Stream(), set[int]()  # which storages lie there
+        self.now = Event({})  # what the host has done
         self.calls: list[int] = []  # of gathers through the group's collectives: their buffers
         self.reduce_calls: list[int] = []  # likewise of reductions
 
@@ -194,7 +195,7 @@ class Races(TorchDispatchMode):
         if key in self.hosted and stream is self.device.main:
             stream = self.host  # which is behind what it has waited for, and nothing else
         else:
-            stream.wait_event(self.host.record_event())  # that is done when this is issued
+            stream.wait_event(self.host.record_event(self.now))  # that is done when this is issued
         stream.clock[stream.key] += 1
         use = Use(stream.key, stream.clock[stream.key], what, not writes)
         if not storage.resizable() and not is_shared(storage):

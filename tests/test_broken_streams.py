@@ -12,7 +12,8 @@ from fsdp_compose.attach import build_unit
 from fsdp_compose.base import mesh
 from fsdp_compose.buckets import reduce
 from fsdp_compose.comm import waiting
-from fsdp_compose.core import autograd, passes
+from fsdp_compose.core import passes
+from fsdp_compose.core.guards import called_again
 
 from breaking import assert_noticed, put
 
@@ -21,7 +22,7 @@ MARKS = ("comm/test_waiting.py", "test_the_watch_asks_for_old_marks_alone")
 
 BREAKS: dict[str, tuple[Any, ...]] = {
     "a graph ends at the anchor of all": (
-        put(autograd, "choose_anchor", lambda unit: None), *CAPTURED,
+        put(called_again, "choose_anchor", lambda unit: None), *CAPTURED,
     ),
     "what runs beside a graph outlives it": (
         put(passes, "join_graph", lambda streams: None), *CAPTURED,

@@ -44,7 +44,9 @@ def test_each_way_gives_the_flattened_whole(ranks: int) -> None:
                     continue
                 flat = call(p)
                 same(flat, call(whole))
-                assert torch.equal(flat.norm(), call(whole).norm()) or not whole.numel()
+                torch.testing.assert_close(
+                    flat.norm(), call(whole).norm()
+                )  # sums differ by address
                 with torch.no_grad():
                     flat.mul_(2)  # the same memory
                 same(p.detach(), 2 * whole)
