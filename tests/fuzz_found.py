@@ -341,6 +341,10 @@ FOUND = {
     "a forward from before a backward that failed computes a part again": Case(
         Node((Node((Leaf("matrix"),), recompute="saved"),)), 2, "FULL_SHARD", (("between", 40),),
     ),
+    "weights are written between two forwards that compute a part again": Case(
+        Node((Node((Leaf("matrix", dtype="float64"),), recompute="reentrant"),)), 2, "FULL_SHARD",
+        (("write unseen", 0),),
+    ),
     "a unit is removed that has a tied weight": Case(
         Node((Leaf("matrix", unit=True), Leaf("matrix", tie=0))), 2, "FULL_SHARD",
         (("remove", 0), ("step", 0)),

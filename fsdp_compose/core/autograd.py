@@ -282,7 +282,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
     if trained:
         sources: Sequence[torch.Tensor] = (unit.links.anchor,)
         if unit.engine.streams.gather or (live and live.pass_id == unit.engine.pass_id):
-            sources = find_sources(unit, trained, live)
+            sources = find_sources(unit, trained, versions)
         outputs = _gather(weakref.ref(unit), trained, versions, *sources)
     tensors = outputs
     if trained and len(trained) != len(unit.links.aliases):

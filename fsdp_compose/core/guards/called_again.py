@@ -9,7 +9,6 @@ node, as they do in a unit that stays gathered, and the node of the first call g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -18,19 +17,25 @@ import torch
 
 from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
-from fsdp_compose.core.records import Live
 from fsdp_compose.core.state import Unit
 
 Tensors = tuple[torch.Tensor | None, ...]
+Versions = list[tuple[int, ...]]
 
 
-def find_sources(unit: Unit, trained: tuple[int, ...], live: Live | None) -> Sequence[torch.Tensor]:
-    """What the node of a call is a function of: the call before in this forward, or the anchor."""
+def find_sources(
+    unit: Unit, trained: tuple[int, ...], versions: Versions
+) -> tuple[torch.Tensor, ...]:
+    """What the node of a call is a function of: the call before in this forward, or the anchor.
+
+    A call before which the weights were written has nothing to do with those that read others.
+    """
     if unit.engine.streams.gather is not None:
         choose_anchor(unit)
+    live = unit.run.live
     if live is None or live.pass_id != unit.engine.pass_id or live.trained != trained:
         return (unit.links.anchor,)
-    return live.outputs
+    return tuple(live.outputs) if live.versions == versions else (unit.links.anchor,)
 
 
 def hand_on(unit: Unit, node: Any, grads: Tensors) -> Tensors:
