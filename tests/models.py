@@ -426,6 +426,20 @@ class Ledger(TorchDispatchMode):
         return out
 
 
+class Mirrored(torch.autograd.Function):
+    """Multiplies; what it returns as the weight's gradient lies in the weight's own memory."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight.detach()  # type: ignore[attr-defined]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:
+        weight = ctx.weight  # type: ignore[attr-defined]
+        return grad * weight, weight
+
+
 class Checkpointed(Tower):
     """Recomputes: each block, the inside of each block, pairs of blocks, or everything."""
 

@@ -12,7 +12,7 @@ Files, each importing only from those above it:
     mail         small messages between ranks of one host
     shared_memory  memory that ranks of one host read of each other
     transports   how tensors travel: shared memory, pairs of ranks, or the group's collectives
-    own_transports  the functions of a user's transport are checked
+    own_transports  checks the functions of a user's transport
     heads        ranks say what they do ahead of data
     meeting      ranks that wait for each other in different groups raise
     under_way    waits for communication, and says that its data did not come

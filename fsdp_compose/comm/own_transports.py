@@ -1,4 +1,4 @@
-"""What the functions of a user's ``Transport`` return is checked, and what they wait for is told.
+"""Checks what the functions of a user's ``Transport`` return, and says what they wait for.
 
 Those of the library's own begin to communicate and return. Those of a user may wait for other
 ranks themselves, and a rank that has died then ends them in an error of the backend's.
@@ -18,15 +18,15 @@ from fsdp_compose.comm import waiting
 from fsdp_compose.comm.messages import no_answer
 from fsdp_compose.comm.transports import AT_ONCE, ON_HOST, PAIRS
 
-_LIBRARYS = [getattr(way, each.name) for way in (PAIRS, ON_HOST, AT_ONCE) for each in fields(way)]
+_BUILT_IN = [getattr(way, each.name) for way in (PAIRS, ON_HOST, AT_ONCE) for each in fields(way)]
 
 
 def watch_transport(transport: Transport | None) -> Transport | None:
-    """``transport``, whose functions raise errors in words; those of the library's are left."""
+    """``transport``, with a user's functions watched; the library's own are left as they are."""
     watched: dict[str, Any] = {}
     for name, check in _CHECKS.items():
         function = getattr(transport, name, None)
-        if function is not None and not any(function is known for known in _LIBRARYS):
+        if function is not None and not any(function is known for known in _BUILT_IN):
             watched[name] = _watch(name, function, check)
     return replace(transport, **watched) if transport is not None and watched else transport
 

@@ -246,7 +246,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
         if is_open(bucket):
             check_stepped(bucket, f"{type(optimizer).__name__}.step()")
-    share_gradients([mirror_of(b) or _mirror_of(b) for b in buckets if b is not None])
+    share_gradients(list(filter(None, map(mirror_of, filter(None, buckets)))))
 
 
 _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)

@@ -15,21 +15,7 @@ from torch import Tensor, nn
 from fsdp_compose import count_traffic, fully_shard, wrap
 
 from harness import simulate_ranks
-from models import assert_at_rest, data, seeded
-
-
-class Mirrored(torch.autograd.Function):
-    """Multiplies; what it returns as the weight's gradient lies in the weight's own memory."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight.detach()  # type: ignore[attr-defined]
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weight = ctx.weight  # type: ignore[attr-defined]
-        return grad * weight, weight
+from models import Mirrored, assert_at_rest, data, seeded
 
 
 class Cell(nn.Module):

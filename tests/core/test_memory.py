@@ -29,7 +29,7 @@ from fsdp_compose.core.state import iter_units
 from fsdp_compose.report import plan
 
 from harness import fake_world, run_ranks
-from models import Block, Ledger, seeded
+from models import Block, Ledger, Mirrored, seeded
 from planned_models import Model
 
 WIDTH = 256
@@ -357,20 +357,6 @@ def test_ranks_of_a_host_take_less_than_fsdp2(strategy: str) -> None:
         assert planned <= 1.02 * max(ours.most) and max(ours.most) <= 1.02 * planned
 
     run_ranks(ranks)
-
-
-class Mirrored(torch.autograd.Function):
-    """Multiplies, with a gradient of the weight that lies in the weight's own memory."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight.detach()  # type: ignore[attr-defined]
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weight = ctx.weight  # type: ignore[attr-defined]
-        return grad * weight, weight
 
 
 class Scale(nn.Module):
