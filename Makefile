@@ -70,7 +70,7 @@ lint: $(READY)
 # The tables, with machine, versions, command and spread; best on an idle machine.
 bench: $(READY)
 	set -e; for run in padding.py host_overhead.py "host_overhead.py --parts instructions" \
-	    optimizer_step.py scale.py codecs.py \
+	    optimizer_step.py scale.py codecs.py backward_memory.py \
 	    step_time.py "step_time.py --ranks 4" "step_time.py --microbatches 4" \
 	    "step_time.py --ranks 4 --microbatches 4" \
 	    "same_bits.py --ranks 2" "same_bits.py --ranks 4"; do \
