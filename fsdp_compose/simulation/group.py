@@ -121,6 +121,12 @@ class SimulatedGroup(_ProcessGroup):
     def recv(self, tensors: Tensors, peer: int, tag: int) -> SimulatedWork:
         return self._message(tensors, peer, tag, is_sender=False)
 
+    def recv_anysource(self, tensors: Tensors, tag: int) -> SimulatedWork:
+        raise NotImplementedError(
+            "simulate: recv without src= takes what comes first from any rank, which is not "
+            "simulated; name the rank: recv(tensor, src)."
+        )
+
     def _message(self, tensors: Tensors, peer: int, tag: int, is_sender: bool) -> SimulatedWork:
         ends = (self.own_rank, peer) if is_sender else (peer, self.own_rank)
         key = (*ends, tag)
@@ -143,7 +149,7 @@ class SimulatedGroup(_ProcessGroup):
     # Collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
-        op = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts or dist.ReduceOp.SUM
+        op = getattr(opts, "reduceOp", opts) or dist.ReduceOp.SUM
         what = (name_op(op), *sizes(tensors))
 
         def move(parts: dict[int, Contribution]) -> None:

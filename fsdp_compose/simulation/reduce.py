@@ -33,7 +33,8 @@ def combine(parts: Sequence[torch.Tensor], op: object) -> torch.Tensor:
         op: a ``ReduceOp``, or what torch makes of one.
 
     Raises:
-        RuntimeError: one of them was released while it was on its way.
+        RuntimeError: one of them was released while it was on its way, or they are integers, which
+            have no average.
     """
     name = name_op(op)
     with below_modes():
@@ -46,7 +47,7 @@ def combine(parts: Sequence[torch.Tensor], op: object) -> torch.Tensor:
                 total = total | other
             else:
                 total = _BINARY[name](total, other)
-        return total / len(parts) if name == "AVG" else total
+        return total.div_(len(parts)) if name == "AVG" else total
 
 
 def name_op(op: object) -> str:
@@ -66,10 +67,11 @@ def copy(into: torch.Tensor, source: torch.Tensor) -> None:
     """Overwrite ``into`` with ``source``, as one process writes another's memory.
 
     Raises:
-        RuntimeError: one of them was released while it was on its way, or their sizes differ.
+        RuntimeError: one of them was released while it was on its way, or their sizes or dtypes
+            differ.
     """
     with raw(), below_modes():
-        if into.numel() != source.numel() or into.element_size() != source.element_size():
+        if into.numel() != source.numel() or into.dtype != source.dtype:
             raise RuntimeError(
                 f"{source.numel()} elements of {source.dtype} were sent, and {into.numel()} of "
                 f"{into.dtype} were to be received"

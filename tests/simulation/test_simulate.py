@@ -42,7 +42,7 @@ from fsdp_compose.simulation import (
     SimulationError,
 )
 
-from harness import run_ranks
+from harness import rank_errors, run_ranks
 from models import Tower, by_block, data, seeded, square
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -87,6 +87,8 @@ def exchange_everything() -> list[float]:
     if rank in (1, 3):
         dist.all_reduce(total := torch.ones(1), group=group)
         assert total == 2 and dist.get_rank(group) == rank // 2
+    dist.all_reduce_coalesced([total := own.clone(), most := numbers.clone()], op=dist.ReduceOp.MAX)
+    assert total == size - 1 and most[0] == 10 * (size - 1)
     work = dist.all_reduce(total := own.clone(), async_op=True)
     assert work.get_future().wait()[0] == total == 6
     dist.barrier()
@@ -436,6 +438,28 @@ def test_accelerators_are_refused() -> None:
 
     with pytest.raises(SimulationError, match="parameters are on cuda:0, in simulate"):
         simulate(shard, 2)
+
+
+def average_integers() -> None:
+    dist.all_reduce(torch.ones(1, dtype=torch.int32), op=dist.ReduceOp.AVG)
+
+
+def gather_into_integers() -> None:
+    dist.all_gather_into_tensor(torch.zeros(2, dtype=torch.int32), torch.ones(1))
+
+
+@pytest.mark.parametrize("call", [average_integers, gather_into_integers])
+def test_numbers_are_not_read_as_another_dtype(call: Callable[[], None]) -> None:
+    """Where gloo raises; in the bytes of a float an integer would read a large number."""
+    errors = rank_errors(lambda rank: call(), 2)
+    assert all(error is not None and error.startswith("RuntimeError: ") for error in errors)
+    with pytest.raises(SimulationError, match=r"raised RuntimeError: .*(to|of) .*[iI]nt"):
+        simulate(call, 2)
+
+
+def test_receiving_from_anyone_is_refused() -> None:
+    with pytest.raises(SimulationError, match="name the rank: recv"):
+        simulate(lambda: dist.recv(torch.zeros(1)), 1)
 
 
 def test_bad_arguments_are_named() -> None:
