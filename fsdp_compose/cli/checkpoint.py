@@ -8,6 +8,7 @@ import re
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,11 @@ def _print_rows(rows: Sequence[Sequence[str]], every: bool) -> None:
 
 def _fold(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Join rows that differ by one number in the name: ``blocks.{0..5}.weight``."""
-    runs: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    runs: dict[tuple[Any, ...], list[Sequence[str]]] = {}
     for row in rows:
-        runs.setdefault((re.sub(r"\d+", "*", row[0]), *row[1:]), []).append(row)
+        runs.setdefault((tuple(re.split(r"\d+", row[0])), *row[1:]), []).append(row)
     folded = []
-    for (pattern, *rest), run in runs.items():
+    for (texts, *rest), run in runs.items():
         numbers = [[int(n) for n in re.findall(r"\d+", row[0])] for row in run]
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
         moving = [column for column in columns if len(column) > 1]
@@ -130,11 +131,8 @@ def _fold(rows: Sequence[Sequence[str]]) -> list[list[str]]:
         if len(run) < 3 or not is_range:
             folded += [list(row) for row in run]
             continue
-        name = pattern
-        for column in columns:
-            text = f"{{{column[0]}..{column[-1]}}}" if len(column) > 1 else str(column[0])
-            name = name.replace("*", text, 1)
-        folded.append([name, *rest])
+        shown = [f"{{{c[0]}..{c[-1]}}}" if len(c) > 1 else str(c[0]) for c in columns]
+        folded.append(["".join(chain(*zip_longest(texts, shown, fillvalue=""))), *rest])
     return folded
 
 

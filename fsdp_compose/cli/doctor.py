@@ -83,9 +83,11 @@ def check_software() -> Iterator[Finding]:
 
 def check_backends() -> Iterator[Finding]:
     """What collectives can run on."""
-    import torch
-    import torch.distributed as dist
-
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError:  # which ``check_software`` has found
+        return
     if not dist.is_available():
         cure = "install a torch that was built with distributed"
         yield Finding("wrong", "torch.distributed is not available", cure)
@@ -193,7 +195,7 @@ def check_two_ranks() -> Iterator[Finding]:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()
     if any(rank.returncode for rank in ranks):
         lines = "".join(said).strip().splitlines() or ["they said nothing"]
         cure = "the last line is what a rank raised; see the page on debugging"

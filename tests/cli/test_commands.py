@@ -214,7 +214,7 @@ def test_doctor_says_what_is_wrong(
     monkeypatch.setenv("MASTER_PORT", "none")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch, "__version__", "2.4.0")
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "rich" else True)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name == "matplotlib")
     assert main(["doctor"]) == 1  # the two ranks cannot meet over eth99 either
     printed = capsys.readouterr().out
     for word in (
@@ -222,11 +222,43 @@ def test_doctor_says_what_is_wrong(
         "GLOO_SOCKET_IFNAME names 'eth99', which is not there\n       -> set it to one of lo",
         "MASTER_PORT is set, RANK, WORLD_SIZE, MASTER_ADDR is not",
         "MASTER_PORT is 'none'",
+        "WRONG  optree is not installed\n       -> pip install optree",
         "note   rich is not installed",
         "two ranks could not gather: ",
-        "5 of these are wrong",
+        "6 of these are wrong",
     ):
         assert word in printed, printed
+
+
+def test_doctor_goes_on_without_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch that cannot be imported is one finding, and the rest is looked at."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(doctor, "PATIENCE", 0.0)  # what the two ranks would say comes later
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    for word in (
+        "WRONG  torch cannot be imported: ",
+        " cores",
+        "WRONG  two ranks did not gather within 0 s",
+        "2 of these are wrong",
+    ):
+        assert word in printed, printed
+
+
+def test_doctor_looks_at_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((9 - 8 * index) << 28, 0))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    said = "\n".join(map(str, doctor.check_backends()))
+    assert "nccl" in said and "ok     2 GPUs, H200\nWRONG  a GPU has 0.2 GiB of free" in said
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert "WRONG  2 GPUs, but no NCCL" in str([*doctor.check_backends()][-1])
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    (finding,) = doctor.check_backends()
+    assert "torch.distributed is not available" in finding.what
 
 
 def test_doctor_reads_variables_as_they_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +341,8 @@ def test_show_folds_names_that_are_alike(
         assert main(words) == 0
     rows = [("a.0", "x"), ("a.1", "x"), ("a.3", "x"), ("b.0", "x"), ("b.1", "y"), ("b.2", "x")]
     assert [row[0] for row in _fold(rows)] == ["a.0", "a.1", "a.3", "b.0", "b.2", "b.1"]
+    rows = [("a*.0", "x"), ("a*.1", "x"), ("a*.2", "x"), ("a7.0", "x")]  # names hold anything
+    assert [row[0] for row in _fold(rows)] == ["a*.{0..2}", "a7.0"]
 
 
 def test_a_bar_is_shown_after_two_seconds(
