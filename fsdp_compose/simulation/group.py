@@ -82,6 +82,8 @@ class SimulatedGroup(_ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
 
+    _set_default_timeout = set_timeout
+
     def _members(self) -> tuple[int, ...]:
         """World ranks of the group, by their rank in it."""
         if self.options.global_ranks_in_group:

@@ -158,8 +158,6 @@ class Network:
             self._fail_if_gone(exchange)
 
     def _fail_if_gone(self, exchange: SimulatedExchange) -> None:
-        if exchange.is_complete:
-            return
         for place, rank in enumerate(exchange.members):
             if rank in self.gone and place not in exchange.parts:
                 exchange.error = f"connection closed: rank {rank} {self.gone[rank]}"

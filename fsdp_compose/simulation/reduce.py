@@ -42,11 +42,7 @@ def combine(parts: Sequence[torch.Tensor], op: object) -> torch.Tensor:
             check_memory(part)
         total = parts[0].detach().clone()
         for part in parts[1:]:
-            other = part.detach()
-            if total.dtype == torch.bool and name in ("SUM", "AVG"):
-                total = total | other
-            else:
-                total = _BINARY[name](total, other)
+            total = _BINARY[name](total, part.detach())
         return total.div_(len(parts)) if name == "AVG" else total
 
 
@@ -76,8 +72,6 @@ def copy(into: torch.Tensor, source: torch.Tensor) -> None:
                 f"{source.numel()} elements of {source.dtype} were sent, and {into.numel()} of "
                 f"{into.dtype} were to be received"
             )
-        if not into.numel():
-            return
         check_memory(into)
         check_memory(source)
         on_host = into.device.type == source.device.type == "cpu"
@@ -100,7 +94,7 @@ def check_memory(tensor: torch.Tensor) -> None:
     last = tensor.storage_offset() + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    if (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+    if tensor.numel() and (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise RuntimeError(
             f"memory of a message of {tensor.numel()} elements was released before the message "
             "had arrived; wait for it first"

@@ -36,9 +36,6 @@ class SimulatedWork(dist.Work):
         self.network.wait(self.exchange, self.purpose, given if given > 0 else self.seconds)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether the data is there, which it may be soon: others get to run."""
         self.network.scheduler.may_switch()
@@ -85,9 +82,3 @@ class JoinedWork(SimulatedWork):
         if errors:
             raise errors[0]
         return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self.works)

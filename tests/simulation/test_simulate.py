@@ -42,7 +42,7 @@ from fsdp_compose.simulation import (
     SimulationError,
 )
 
-from harness import rank_errors, run_ranks
+from harness import run_ranks
 from models import Tower, by_block, data, seeded, square
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -438,49 +438,6 @@ def test_accelerators_are_refused() -> None:
 
     with pytest.raises(SimulationError, match="parameters are on cuda:0, in simulate"):
         simulate(shard, 2)
-
-
-def average_integers() -> None:
-    dist.all_reduce(torch.ones(1, dtype=torch.int32), op=dist.ReduceOp.AVG)
-
-
-def gather_into_integers() -> None:
-    dist.all_gather_into_tensor(torch.zeros(2, dtype=torch.int32), torch.ones(1))
-
-
-@pytest.mark.parametrize("call", [average_integers, gather_into_integers])
-def test_numbers_are_not_read_as_another_dtype(call: Callable[[], None]) -> None:
-    """Where gloo raises; in the bytes of a float an integer would read a large number."""
-    errors = rank_errors(lambda rank: call(), 2)
-    assert all(error is not None and error.startswith("RuntimeError: ") for error in errors)
-    with pytest.raises(SimulationError, match=r"raised RuntimeError: .*(to|of) .*[iI]nt"):
-        simulate(call, 2)
-
-
-def use_store(store: Any) -> list[Any]:
-    """What each function of a store answers, one after the other."""
-    calls: list[tuple[Any, ...]] = [
-        ("set", "a", "1"), ("append", "a", "23"), ("append", "n", "x"), ("get", "a"), ("get", "n"),
-        ("add", "c", 2), ("add", "c", 3), ("get", "c"), ("check", ["a", "n"]), ("check", ["z"]),
-        ("compare_set", "a", "123", "q"), ("compare_set", "a", "no", "r"), ("get", "a"),
-        ("compare_set", "new", "", "v"), ("compare_set", "other", "x", "v"), ("check", ["other"]),
-        ("multi_set", ["u", "v"], ["1", "2"]), ("multi_get", ["u", "v"]), ("has_extended_api",),
-        ("delete_key", "u"), ("delete_key", "u"), ("wait", ["v"]),
-    ]  # fmt: skip
-    before = store.num_keys()
-    return [*(getattr(store, name)(*given) for name, *given in calls), store.num_keys() - before]
-
-
-def test_the_store_answers_as_torchs() -> None:
-    def run() -> list[Any]:
-        return use_store(dist.PrefixStore("own", dist.distributed_c10d._get_default_store()))
-
-    assert simulate(run, 1) == [use_store(dist.HashStore())]
-
-
-def test_receiving_from_anyone_is_refused() -> None:
-    with pytest.raises(SimulationError, match="name the rank: recv"):
-        simulate(lambda: dist.recv(torch.zeros(1)), 1)
 
 
 def test_bad_arguments_are_named() -> None:
