@@ -218,7 +218,8 @@ class _Ledger:
 
     def reread(self, node: _Node, in_backward: bool) -> None:
         for i in node.record.gathered:
-            if self.is_full[i] and self.kept_in[i] not in (None, self.step):
+            is_stepped = self.buckets[i].trained_numel and self.kept_in[i] not in (None, self.step)
+            if self.is_full[i] and is_stepped:
                 self._count_gather(i)
                 self.kept_in[i] = self.step
 

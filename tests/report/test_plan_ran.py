@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compose import Prefetch, fully_shard, wrap
+from fsdp_compose import (
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    set_backward_prefetch,
+    set_forward_prefetch,
+    set_reshard_after_backward,
+    wrap,
+)
 from fsdp_compose.report import Plan, count_traffic, plan
 
 from harness import fake_world
@@ -134,3 +142,33 @@ def test_what_trains_was_changed_since() -> None:
         assert planned == plan(model).memory
         check(plan(model), *run)
         assert not any(unit.holds for unit in units(model))
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_units_that_stay_gathered_over_steps(strategy: ShardingStrategy) -> None:
+    """What was stepped is gathered again, and frozen weights are not."""
+    with fake_world(8):
+        model = seeded(Adapted).float()
+        fully_shard(model, units=wrap.by_class({Block, nn.Sequential}), strategy=strategy)
+        set_reshard_after_backward(model, False)
+        optim = torch.optim.SGD(model.adapters.parameters(), lr=0.1)
+        for _ in range(3):
+            with count_traffic() as traffic:
+                model(torch.ones(1, WIDTH)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+        step = plan(model).step
+        assert (step.gathers, step.gather_bytes) == (traffic.gathers, traffic.gather_bytes)
+
+
+def test_units_that_are_listed_to_be_gathered_ahead() -> None:
+    with fake_world(8):
+        model = seeded(Adapted).float()
+        fully_shard(model, units=wrap.by_class({Block, nn.Sequential}))
+        before = plan(model).memory
+        set_forward_prefetch(model.blocks[0], [*model.blocks[1:]])
+        set_backward_prefetch(model.blocks[3], [*model.blocks[:3]])
+        run = measure(model)
+        found = plan(model)
+        check(found, *run)
+        assert found.memory.forward.total == 2 * before.forward.total
