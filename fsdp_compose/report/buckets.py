@@ -91,11 +91,6 @@ class PlannedBucket:
         return 0 if self.in_place else self.shard_numel * self.ranks * self.compute.itemsize
 
     @property
-    def grad_bytes(self) -> int:
-        """Gradients as autograd makes them, in full."""
-        return self.trained_numel * self.compute.itemsize
-
-    @property
     def grad_shard_bytes(self) -> int:
         return self.shard_numel * self.grad.itemsize if self.trained_numel else 0
 

@@ -106,11 +106,6 @@ class PlannedUnit:
     def padding_bytes(self) -> int:
         return sum(bucket.padding_bytes for bucket in self.buckets)
 
-    @property
-    def padding(self) -> float:
-        """Padding as a part of the parameters."""
-        return sum(bucket.padding for bucket in self.buckets) / max(1, self.numel)
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -248,8 +248,7 @@ def _arrange(events: Sequence[Event], ran: Mapping[int, int]) -> list[Event]:
 
 def _passes_on(unit: Unit) -> bool:
     """Whether a forward of the unit returns what a unit inside it returned, as far as is known."""
-    modules = [module for ref in unit.modules if (module := ref()) is not None]
-    around = [(module, set(iter_units(module)) - {unit}) for module in modules]
+    around = [(module, set(iter_units(module)) - {unit}) for module in modules_of(unit)]
     return any(inner and passes_on(unit, module, inner) for module, inner in around)
 
 

@@ -116,6 +116,4 @@ def plain(value: Any) -> Any:
         return dtype_name(value)
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
     return value

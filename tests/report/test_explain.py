@@ -220,6 +220,14 @@ def test_what_is_kept_and_stale() -> None:
     run_ranks(ranks)
 
 
+def test_how_far_a_deterministic_step_is() -> None:
+    model = fully_shard(nn.Linear(4, 4), deterministic=4)
+    for done in range(3):
+        told = "".join(explain(model).next)
+        assert (f"{done} of 4 backwards of a step are summed (unit 'Linear'" in told) == (done > 0)
+        model(torch.ones(1, 4)).sum().backward()
+
+
 def test_a_backward_that_failed() -> None:
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))

@@ -167,20 +167,23 @@ def test_what_is_drawn_adds_up_to_the_plan(options: dict[str, Any]) -> None:
     assert bars == [plan.memory.shards + peak.total for peak in passes]
 
 
-def test_units_that_are_alike_are_folded() -> None:
+def test_units_that_are_alike_are_folded(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     plan = fc.plan(model, world_size=2, units=wrap.by_class(nn.Linear))
     kept, gaps = _fold_moments(plan)
     assert {moment.unit for moment in kept} >= {"0", "1", "10", "11"}
     assert "5" not in {moment.unit for moment in kept} and set(gaps.values()) == {8}
     assert max(m.peak.total for m in kept) == plan.memory.backward.total
+    pytest.importorskip("matplotlib")
+    fc.plot_memory(plan, tmp_path / "folded.svg")
+    assert (tmp_path / "folded.svg").read_text().count("<!-- 8 alike -->") == 2  # of both passes
 
 
 def test_which_rows_ranks_have() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     few, many = (fc.plan(model, world_size=n).buckets[0] for n in (4, 8))
     assert _rows(few, few.offsets[1], (4, 4)) == "rank 2: rows 0-1\nrank 3: rows 2-3"
-    assert _rows(many, 0, (8, 4)) == "ranks 0 to 7"
+    assert _rows(many, 0, (8, 4)) == "ranks 0 to 7" and _rows(many, 0, ()) == ""
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN))

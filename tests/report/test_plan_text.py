@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_compose import (
     wrap,
 )
 from fsdp_compose.report import Plan, TrafficReport, count_traffic, plan
+from fsdp_compose.report.text import size
 
 from harness import fake_world, run_ranks
 from models import (
@@ -157,6 +159,9 @@ def test_the_text() -> None:
     assert "sharded Model" in str(plan(by_block(Model())))
     replicas = plan(Model(), world_size=(4, 8), strategy=S.HYBRID_SHARD)
     assert "over 4 replicas of 8 ranks" in str(replicas)
+    static = plan(Model(), world_size=8, units=BLOCKS, static_buffers=True)
+    row = f"static buffers +{size(static.memory.static_buffers)} +for gathers and packed"
+    assert re.search(row, str(static))
 
 
 def test_as_plain_data() -> None:
