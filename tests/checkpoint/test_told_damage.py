@@ -1,0 +1,142 @@
+"""What saving and loading refuse: damaged files, and what files or models cannot hold."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compose as fc
+from fsdp_compose import fully_shard
+
+
+def build() -> nn.Module:
+    return fully_shard(nn.Linear(4, 3))
+
+
+def damaged_metadata(path: Path, change: Callable[[Any], object]) -> None:
+    """Load a sharded checkpoint after a change of its metadata."""
+    fc.save_checkpoint(path, build())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    fc.load_checkpoint(path, build())
+
+
+def weight_of(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["model.weight"]
+
+
+def move_piece(metadata: Any) -> None:
+    (piece,) = weight_of(metadata).chunks
+    weight_of(metadata).chunks[0] = type(piece)(torch.Size([1, 0]), piece.sizes)
+
+
+METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
+    "sum": (
+        lambda m: setattr(m, "planner_data", None), "its size or checksum is not what was saved"
+    ),
+    "dtype": (
+        lambda m: setattr(weight_of(m).properties, "dtype", "f"), "'model.weight' has no dtype"
+    ),
+    "piece": (move_piece, "of shape (3, 4), has a piece [(1, 3, 3), (0, 4, 4)]"),
+    "layout": (
+        lambda m: setattr(weight_of(m).properties, "layout", torch.sparse_coo),
+        "it holds tensors of layout 'torch.sparse_coo'",
+    ),
+    "place": (lambda m: m.storage_data.update({next(iter(m.storage_data)): 3}), " at 3."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_damaged_metadata_is_told(name: str, tmp_path: Path) -> None:
+    change, text = METADATA[name]
+    with pytest.raises(RuntimeError, match=f"damaged.*{re.escape(text)}"):
+        damaged_metadata(tmp_path / "saved", change)
+
+
+def test_folders_that_are_no_full_save(tmp_path: Path) -> None:
+    """A single file of one is, and an empty model's."""
+    fc.save_full(tmp_path, model := build())
+    file, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    fc.load_full(file, loaded := build())
+    assert torch.equal(loaded.weight.full_tensor(), model.weight.full_tensor())
+    with pytest.raises(RuntimeError, match="does not exist; wanted a file or a folder"):
+        fc.load_full(tmp_path / "nowhere", model)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(RuntimeError, match=r"several indices, .* name a folder with one"):
+        fc.load_full(tmp_path, model)
+    (tmp_path / "other.safetensors.index.json").unlink()
+    index.write_text("{")
+    with pytest.raises(RuntimeError, match="damaged or unreadable"):
+        fc.load_full(tmp_path, model)
+    index.unlink()
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(RuntimeError, match=r"truncated: .* bytes, wanted"):
+        fc.load_full(tmp_path, model)
+    torch.save({}, file)
+    with pytest.raises(RuntimeError, match=r"a file of torch\.save; wanted one of safetensors"):
+        fc.load_full(tmp_path, model)
+    fc.save_full(tmp_path / "empty", nothing := fully_shard(nn.ReLU()))
+    fc.load_full(tmp_path / "empty", nothing)
+
+
+class Named(nn.Module):
+    def __init__(self, name: str, value: torch.Tensor) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+    wide = fully_shard(Named("wide", torch.ones(2, dtype=torch.complex128)))
+    with pytest.raises(ValueError, match=r"'wide' is torch\.complex128, which the safetensors"):
+        fc.save_full(tmp_path / "wide", wide)
+    with pytest.raises(ValueError, match="'__metadata__' is no name of a tensor"):
+        fc.save_full(tmp_path / "name", fully_shard(Named("__metadata__", torch.ones(2))))
+
+
+def test_what_state_dicts_refuse() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="state dict kind is 'whole'"):
+        fc.state_dict(model, kind="whole")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="go with kind='full', not with 'sharded'"):
+        fc.state_dict(model, kind="sharded", rank0_only=True)
+    state = dict(fc.state_dict(model, kind="full"))
+    for value, text in (
+        (state["weight"].to(torch.complex64), "which has no imaginary part"),
+        (3, "is a int; wanted a tensor of"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            fc.load_state_dict(model, {**state, "weight": value})
+    with pytest.raises(TypeError, match="got a list; wanted a dictionary by FQN"):
+        fc.load_state_dict(model, [])  # type: ignore[arg-type]
+
+
+def test_optimizer_state_that_is_refused(tmp_path: Path) -> None:
+    model = build()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="key is 'number'; wanted 'name' or 'id'"):
+        fc.rekey_optim_state_dict(optim.state_dict(), "number", model)  # type: ignore[arg-type]
+    two = {"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]}
+    with pytest.raises(ValueError, match=r"groups of \[1, 1\] parameters do not tell which"):
+        fc.rekey_optim_state_dict(two, "name", model)
+    named = fc.rekey_optim_state_dict(optim.state_dict(), "name", model)
+    assert fc.rekey_optim_state_dict(named, "name", model) == named
+    extra = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1.0)
+    with pytest.raises(RuntimeError, match="extra is a LambdaLR that holds sharded parameters"):
+        fc.save_checkpoint(tmp_path, model, optim, extra=extra)
+    optim.param_groups[0]["place"] = Path("here")
+    with pytest.warns(UserWarning, match=r"'optim\.param_groups\.0\.place' holds a pathlib"):
+        fc.save_checkpoint(tmp_path, model, optim)
+    optim.state[model.weight] = {"factors": {(1, 2): torch.zeros(3)}}
+    with pytest.raises(TypeError, match=r"'factors' has a key \(1, 2\); wanted a string"):
+        fc.save_checkpoint(tmp_path, model, optim)
