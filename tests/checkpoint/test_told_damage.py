@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose import fully_shard
+from fsdp_compose import fully_shard, simulate
+from fsdp_compose.simulation import SimulationError
+
+from models import seeded
 
 
 def build() -> nn.Module:
@@ -75,6 +79,10 @@ def test_folders_that_are_no_full_save(tmp_path: Path) -> None:
     (tmp_path / "other.safetensors.index.json").unlink()
     index.write_text("{")
     with pytest.raises(RuntimeError, match="damaged or unreadable"):
+        fc.load_full(tmp_path, model)
+    for damage in (lambda: index.write_text("{"), index.unlink):  # neither is in a save's way
+        damage()
+        fc.save_full(tmp_path, model)
         fc.load_full(tmp_path, model)
     index.unlink()
     file.write_bytes(file.read_bytes()[:-4])
@@ -140,3 +148,51 @@ def test_optimizer_state_that_is_refused(tmp_path: Path) -> None:
     optim.state[model.weight] = {"factors": {(1, 2): torch.zeros(3)}}
     with pytest.raises(TypeError, match=r"'factors' has a key \(1, 2\); wanted a string"):
         fc.save_checkpoint(tmp_path, model, optim)
+
+
+def change_state(where: str) -> None:
+    model = build()
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optim.step()
+    if dist.get_rank() == 1:
+        state = optim.state[model.weight]
+        if where == "absent":
+            del state["exp_avg"]
+        else:
+            state["more"] = model.weight.detach().clone()
+    fc.optim_state_dict(model, optim)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("absent", "'exp_avg' of 'weight' is cut, torch.float32 of shape (3, 4) on rank 0 and"),
+        ("more", "'more' of 'weight' is absent on rank 0 and cut, torch.float32 of shape (3, 4)"),
+    ],
+)
+def test_state_that_one_rank_lacks(where: str, text: str) -> None:
+    with pytest.raises(SimulationError, match=re.escape(text)) as caught:
+        simulate(change_state, 2, where)
+    assert set(caught.value.errors) == {0, 1}
+
+
+class Reads(nn.Sequential):
+    """Takes views of what it loads, which slices have none of."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        turned = {key: value.flip(0).flip(0) for key, value in state_dict.items()}
+        return super().load_state_dict(turned, strict, assign)
+
+
+def test_a_module_that_reads_what_it_loads(tmp_path: Path) -> None:
+    """Gets whole values from a sharded checkpoint."""
+
+    def load() -> None:
+        saved, loaded = (fully_shard(seeded(lambda: Reads(nn.Linear(4, 3)))) for _ in range(2))
+        nn.init.zeros_(loaded[0].weight)
+        fc.save_checkpoint(tmp_path, saved)
+        fc.load_checkpoint(tmp_path, loaded)
+        assert torch.equal(loaded[0].weight.full_tensor(), saved[0].weight.full_tensor())
+
+    simulate(load, 2)
