@@ -129,6 +129,40 @@ def test_what_state_dicts_refuse() -> None:
         fc.load_state_dict(model, [])  # type: ignore[arg-type]
 
 
+def test_local_state_that_was_changed() -> None:
+    model = build()
+    for kind, value, text in (
+        ("_layout", 3, "layout is a int"),
+        ("_shard.0", torch.zeros(16), "shard 0 is a Tensor; wanted the sharded tensor that"),
+        ("_shard.0", None, "shard 0 has 16 elements of torch.float64; wanted 16 of torch.float32"),
+    ):
+        state = dict(fc.state_dict(model, kind="local"))
+        (key,) = [key for key in state if key.endswith(kind)]
+        state[key] = state[key].double() if value is None else value
+        with pytest.raises((TypeError, RuntimeError), match=text):
+            fc.load_state_dict(model, state)
+
+
+def test_rank_0_has_no_dictionary() -> None:
+    def load() -> None:
+        given: Any = [1] if dist.get_rank() == 0 else {}
+        fc.load_state_dict(build(), given, broadcast_from_rank0=True)
+
+    with pytest.raises(SimulationError) as caught:
+        simulate(load, 2)
+    errors = [str(error) for _, error in sorted(caught.value.errors.items())]
+    told = "broadcast_from_rank0: rank 0 has a list"
+    assert errors == [told, f"{told} (found on rank 0)"]
+
+
+def test_groups_by_number_that_differ() -> None:
+    model = build()
+    optim = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    saved = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 1.0}]}
+    with pytest.raises(ValueError, match=r"saved groups of \[2\] parameters, here .* \[1, 1\]"):
+        fc.load_optim_state_dict(model, optim, saved)
+
+
 def test_optimizer_state_that_is_refused(tmp_path: Path) -> None:
     model = build()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
