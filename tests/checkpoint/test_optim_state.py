@@ -23,7 +23,7 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.core.guards.moved_parameters import shard_of
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import trainable
 from saved import OPTIMIZERS, Net, equal, shard, train, two_groups
 
@@ -321,6 +321,39 @@ def test_custom_state_of_every_sort() -> None:
             assert type(again.state[other.a.weight]["local"]) is torch.Tensor
 
     run_ranks(run, 2)
+
+
+class Means(Optimizer):
+    """Keeps two numbers for each parameter, one of them as torch calls state of its shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("exp_avg_sq", torch.zeros(()))
+            total = self.state[p].setdefault("total", torch.zeros(1))
+            mean.lerp_(p.grad.square().mean(), 0.1)
+            total.add_(mean)
+            p.sub_(p.grad * total.rsqrt().view(()), alpha=0.01)
+
+
+def test_one_number_for_each_parameter_resumes() -> None:
+    """That of a parameter of one element is no slice, as those of larger ones tell."""
+
+    def run(rank: int) -> None:
+        plain, model = Net(), shard(Net())
+        reference, optim = Means(trainable(plain), {}), Means(trainable(model), {})
+        train(plain, reference, 2)
+        train(model, optim, 2)
+        train(plain, reference, 1)
+        for kind in ("full", "sharded"):
+            other = shard(Net(3))
+            again = Means(trainable(other), {})
+            load_state_dict(other, state_dict(model))
+            load_optim_state_dict(other, again, optim_state_dict(model, optim, kind))
+            train(other, again, 1)
+            torch.testing.assert_close(dict(state_dict(other)), dict(plain.state_dict()))
+
+    simulate_ranks(run, 2)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((4, 3, 2, 1), 2))[:4])

@@ -104,6 +104,41 @@ def test_numbers_of_numpy_resume_as_numbers(tmp_path: Path) -> None:
     simulate_ranks(check, 2)
 
 
+class AggMo(torch.optim.Optimizer):
+    """Lucas et al., "Aggregated Momentum", 2019: a buffer for each coefficient, by that number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            for beta in (0, 0.9, 1 - 1e-5):
+                buffers = self.state[p].setdefault("momentum", {})
+                buffers[beta] = buffers.get(beta, torch.zeros_like(p)) * beta + p.grad
+                p.sub_(buffers[beta], alpha=0.01)
+
+
+def test_state_by_numbers_resumes(tmp_path: Path) -> None:
+    """Those that a dictionary in state has for keys stay numbers, also ones between integers."""
+
+    def check(rank: int) -> None:
+        model, other = by_block(seeded(Tower)), by_block(seeded(Tower, seed=1))
+        optimizer, again = (AggMo(each.parameters(), {}) for each in (model, other))
+        square(model, data(0, rank)).backward()
+        optimizer.step()
+        full = fc.optim_state_dict(model, optimizer)
+        assert list(full["state"]["first.weight"]["momentum"]) == [0, 0.9, 1 - 1e-5]
+        fc.load_optim_state_dict(other, again, full)
+        equal(fc.optim_state_dict(other, again), full)
+        fc.save_checkpoint(tmp_path, model, optimizer)
+        last = AggMo(other.parameters(), {})
+        fc.load_checkpoint(tmp_path, other, last)
+        assert_close(fc.optim_state_dict(other, last)["state"], full["state"])
+        optimizer.state[model.first.weight]["momentum"][math.inf] = torch.ones(1)
+        with pytest.raises(TypeError, match=r"'momentum' has a key inf; wanted a string or"):
+            fc.optim_state_dict(model, optimizer, kind="sharded")
+
+    simulate_ranks(check, 2)
+
+
 def test_objects_that_will_not_load_are_told_of(tmp_path: Path) -> None:
     """When they are saved; they load once their class is trusted."""
 

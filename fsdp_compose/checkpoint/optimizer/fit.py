@@ -15,6 +15,20 @@ from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE
 from fsdp_compose.checkpoint.values import fit, gather_whole, whole_shape
 from fsdp_compose.sharded import ShardSpec, flat_spec, is_sharded
 
+NUMBERS = "_fsdp_compose_numbers"
+"""The entry of state by canonical name with the keys that are one number of a larger parameter."""
+
+
+def find_numbers(parts: Mapping[str, Part], state: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Find the keys under which a parameter of several elements has a tensor of one."""
+    return {
+        key
+        for name, values in state.items()
+        if name in parts and math.prod(parts[name].shape) > 1
+        for key, value in values.items()
+        if isinstance(value, Tensor) and math.prod(whole_shape(value)) == 1
+    }
+
 
 def gather_state(parts: Mapping[str, Part], given: Mapping[str, Any]) -> dict[str, Any]:
     """Give checked state with what is cut in other ways gathered and fitted; a collective.
@@ -62,11 +76,13 @@ def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -
     """Whether a state value is cut as its parameter is."""
     if not isinstance(value, Tensor) or tuple(whole_shape(value)) != tuple(part.shape):
         return False
-    if is_sharded(value) or value.numel() != 1 or key in ELEMENTWISE:
+    if is_sharded(value) or value.numel() != 1:
         return True
     # A parameter of one number: the same state of a larger parameter tells which it is.
+    if key in given[NUMBERS]:
+        return False
     held = (v.get(key) for name, v in given["state"].items() if name != part.name)
     others = [math.prod(whole_shape(other)) for other in held if isinstance(other, Tensor)]
-    if others or is_one_number(key, value):
+    if max(others, default=0) > 1 or is_one_number(key, value):
         return max(others, default=0) > 1
-    return bool(part.shape)
+    return key in ELEMENTWISE or (bool(part.shape) and not others)

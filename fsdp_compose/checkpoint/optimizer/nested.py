@@ -1,7 +1,7 @@
 """Lists, tuples and dictionaries of tensors in optimizer state, as one flat dictionary and back.
 
 ``{"GG": [a, b], "step": 3}`` is ``{"GG[0]": a, "GG[1]": b, "step": 3}`` when flat: ``[0]`` is an
-item of a list, ``(0)`` of a tuple, ``{'left'}`` or ``{2}`` an entry of a dictionary. Containers
+item of a list, ``(0)`` of a tuple, ``{'left'}`` or ``{0.9}`` an entry of a dictionary. Containers
 without a tensor stay one value.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdp_compose.base.torch_private import is_opaque
 from fsdp_compose.sharded import is_sharded
 
-_STEP = r"\[\d+\]|\(\d+\)|\{-?\d+\}|\{'[^']*'\}"
+_STEP = r"\[\d+\]|\(\d+\)|\{-?\d[\d.e+-]*\}|\{'[^']*'\}"
 _NESTED = re.compile(rf"(.+?)((?:{_STEP})+)", re.DOTALL)
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _CONSTANTS = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -169,9 +169,12 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
     elif type(value) is dict:
         for key, item in value.items():
-            if not isinstance(key, str | int) or "'" in str(key):
-                raise TypeError(f"optimizer state: {prefix!r} has a key {key!r}; wanted a string")
-            yield from _leaves(prefix + _step("{", key), item)
+            step = _step("{", key)
+            if re.fullmatch(_STEP, step) is None:
+                raise TypeError(
+                    f"optimizer state: {prefix!r} has a key {key!r}; wanted a string or a number"
+                )
+            yield from _leaves(prefix + step, item)
     else:
         for index, item in enumerate(value):
             yield from _leaves(prefix + _step("[" if type(value) is list else "(", index), item)

@@ -24,7 +24,13 @@ from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.checkpoint.contents import require_released
 from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
-from fsdp_compose.checkpoint.optimizer.fit import find_pieces, gather_state, is_elementwise
+from fsdp_compose.checkpoint.optimizer.fit import (
+    NUMBERS,
+    find_numbers,
+    find_pieces,
+    gather_state,
+    is_elementwise,
+)
 from fsdp_compose.checkpoint.optimizer.members import (
     Member,
     OptimLike,
@@ -120,15 +126,14 @@ def load_optim_state_dict(
     given: dict[str, Any] = {}
     with SharedErrors(*groups, what="load_optim_state_dict"):
         given = _name_parameters(module, targets, state_dict)
-    if any(part.owner is not None for part in parts_of(targets).values()):
-        given["state"] = add_state_of_others(
-            "load_optim_state_dict", module, given["state"], parts_of(targets)
-        )
+    parts, caller = parts_of(targets), "load_optim_state_dict"
+    if any(part.owner is not None for part in parts.values()):
+        given["state"] = add_state_of_others(caller, module, given["state"], parts)
     with SharedErrors(*groups, what="load_optim_state_dict") as shared:
         shared.facts = _check_fit(targets, given)
         _check_readable(targets, given)
     if LAYOUTS not in given:  # there each rank's file is its own
-        agree_on_given(given, parts_of(targets), groups)
+        agree_on_given(given, parts, groups)
     with unchanged_by_errors(targets), SharedErrors(*groups, what="load_optim_state_dict"):
         write_optim(targets, given)
 
@@ -196,12 +201,10 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
         state_dict = to_names(state_dict, order_by_names(state_dict, targets, module))
     canonical = first_names(module)
     clean = name_cleaner(module)
-    state = {
-        canonical.get(clean(n), clean(n)): OwnedState(flatten_state(v))
-        if isinstance(v, OwnedState)
-        else flatten_state(v)
-        for n, v in state_dict["state"].items()
-    }
+    state: dict[str, dict[str, Any]] = {}
+    for n, v in state_dict["state"].items():
+        name, flat = canonical.get(clean(n), clean(n)), flatten_state(v)
+        state[name] = OwnedState(flat) if isinstance(v, OwnedState) else flat
     groups = [
         {**group, "params": [canonical.get(clean(n), clean(n)) for n in group["params"]]}
         for group in state_dict["param_groups"]
@@ -213,7 +216,8 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
             "load_optim_state_dict: the module has no parameters "
             f"{list_names(dict.fromkeys(unknown), canonical)}."
         )
-    return {**state_dict, "state": state, "param_groups": groups}
+    numbers = find_numbers(parts_of(targets), state)
+    return {**state_dict, "state": state, "param_groups": groups, NUMBERS: numbers}
 
 
 def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
@@ -431,7 +435,7 @@ def _number_parameters(
             first = shared.setdefault(id(group[key]), copied[key])  # one of several groups stays so
             copied[key] = first if torch.equal(first, copied[key]) else copied[key]
         param_groups.append({**hyper, **copied, "params": numbers})
-    extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", LAYOUTS)}
+    extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", LAYOUTS, NUMBERS)}
     return {**extra, "state": state, "param_groups": param_groups}
 
 
