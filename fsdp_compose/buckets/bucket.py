@@ -373,5 +373,4 @@ def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:
 
 def full_tensor(base: torch.Tensor, entry: Entry) -> torch.Tensor:
     """The entry's parameter in a gathered flat tensor, as modules read it: an alias, no view."""
-    full = alias(base, entry.spec.offset, entry.spec)
-    return full if entry.spec.parallel is None else entry.spec.parallel.wrap(full)
+    return entry.spec.wrap(alias(base, entry.spec.offset, entry.spec))

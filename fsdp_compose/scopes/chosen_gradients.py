@@ -67,8 +67,7 @@ def _gather_gradients(
             slices = [grads[entry] for entry in entries]
             fulls = Spread.apply(bucket, entries, dtypes[entries[0]], *slices)
         for entry, full in zip(entries, fulls, strict=True):
-            parallel = entry.spec.parallel
-            results[entry] = full if parallel is None else parallel.wrap(full)
+            results[entry] = entry.spec.wrap(full)
     return results
 
 

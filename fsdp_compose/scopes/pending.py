@@ -74,11 +74,10 @@ def pending_gradients(module: nn.Module) -> dict[nn.Parameter, PendingGradient]:
 
 def _copy(entry: Entry) -> PendingGradient:
     bucket = owner_of(entry)
-    arriving, parallel = bucket.arriving, entry.spec.parallel
+    arriving = bucket.arriving
     unreduced = partial = reduced = None
     if arriving.packed and bucket.grads is not None:
-        whole = bucket.grads.views[entry.index].clone()
-        unreduced = whole if parallel is None else parallel.wrap(whole)
+        unreduced = entry.spec.wrap(bucket.grads.views[entry.index].clone())
     if arriving.partial is not None:
         partial = cut_partial(entry, arriving.partial).clone()
     elif arriving.sums.arrived:

@@ -167,6 +167,10 @@ class ShardSpec:
         ):
             object.__setattr__(self, name, value)
 
+    def wrap(self, part: torch.Tensor) -> torch.Tensor:
+        """Return what a module reads: ``part``, or a DTensor around it; see ``Parallel.wrap``."""
+        return part if self.parallel is None else self.parallel.wrap(part)
+
     def is_cut_like(self, other: ShardSpec) -> bool:
         """Whether their slices hold the same elements here and on every other rank.
 

@@ -89,6 +89,5 @@ def connect(
             outputs = Connect.apply(reach, parts, unit.links.anchor)
             for entry, output in zip(entries, outputs, strict=True):
                 output._is_param = True  # isinstance(p, nn.Parameter) holds, as in a plain module
-                parallel = entry.spec.parallel
-                connected[entry] = output if parallel is None else parallel.wrap(output)
+                connected[entry] = entry.spec.wrap(output)
     return connected

@@ -184,6 +184,5 @@ def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
             slices = [view_local(tensor) for tensor in given]
             whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
         for index, entry, full in zip(indices, entries, whole, strict=True):
-            parallel = entry.spec.parallel
-            fulls[index] = full if parallel is None else parallel.wrap(full)
+            fulls[index] = entry.spec.wrap(full)
     return fulls
