@@ -256,10 +256,8 @@ def known_sums(index: Path, file_format: Format) -> dict[str, list[Sum]]:
     """What each file may have, by name: one sum, or two while a save replaces it.
 
     Raises:
-        RuntimeError: the index is damaged.
+        RuntimeError: the index is damaged, or not there.
     """
-    if not index.is_file():
-        return {}
     metadata = json_of(index).get("metadata", {})
     checksums = metadata.get("checksums", {}) if isinstance(metadata, dict) else None
     if not isinstance(checksums, dict):
