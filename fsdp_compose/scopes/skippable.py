@@ -147,8 +147,8 @@ def skippable_step(
     On backends other than gloo a rank cannot be told while it waits in a kernel: there an exception
     leaves the scope as it is, and the other reasons work. A rank cannot be told either while it
     waits for another part of a layer (tensor or pipeline parallelism): there all ranks of a layer
-    must raise, or the others wait until the timeout. With parameters over several groups of ranks
-    (replicas, experts) every rank of the default process group must run the scope.
+    must raise, or the others wait until the timeout. With parameters over several groups of which
+    none has the ranks of all (replicas) every rank of the default process group must run the scope.
 
     Args:
         module: a unit, or a module that contains units.
@@ -253,7 +253,6 @@ class _Links:
     @classmethod
     def of(cls, units: list[Unit]) -> _Links:
         logs = list(dict.fromkeys(log for unit in units for log in unit.links.logs))
-        logs.sort(key=lambda log: log.place)
         links = [
             (log, group)
             for log in logs
@@ -284,6 +283,17 @@ class _Links:
     def can_tell(self) -> bool:
         """Whether every rank can be told while it waits."""
         return all(comm.is_point_to_point(group) for _, group in self.epochs)
+
+    def list_spanning(self) -> list[Group]:
+        """The group with all ranks of the others, if there is one: all of its ranks hear of all.
+
+        Which groups a rank is in says nothing of how many the others are in: experts may be spread
+        over some ranks, and whole on another.
+        """
+        groups = [group for _, group in self.epochs]
+        widest = max(groups, key=lambda group: group.size, default=None)
+        every = {rank for group in groups for rank in group.ranks}
+        return [widest] if widest is not None and len(every) == widest.size else []
 
     def disagreements(self) -> int:
         return sum(log.disagreements for log in self.logs)
@@ -335,8 +345,11 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
                 comm.hear(heads)
             except StepDiscarded as found:
                 step._hear(found)
-    if len(links.epochs) > 1 or (links.epochs and not links.can_tell):
+    spanning = links.list_spanning() if links.can_tell else []
+    if links.epochs and not spanning:
         beside = [group_of(dist.group.WORLD, links.engines[0].streams.device)]
+    elif step._own is not None:  # so on all ranks of that group, each with its own reason
+        beside = [*spanning, *beside]
     for group in (*beside, *stages):
         for reasons in comm.gather_objects(step.reasons, group, "skippable_step"):
             step.reasons.update(reasons)
