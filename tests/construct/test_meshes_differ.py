@@ -19,6 +19,7 @@ from fsdp_compose import (
     declare_tensor_parallel,
     fully_shard,
     refresh,
+    set_gradient_divide_factor,
 )
 from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER
 
@@ -76,6 +77,25 @@ def test_different_meshes_are_told_on_every_rank(case: str) -> None:
     for text in rank_errors(ranks, world):
         assert text is not None and "ValueError" in text, text
         assert "given a mesh or a group over ranks (0, " in text and "mesh['dp']" in text, text
+
+
+def test_what_two_of_four_ranks_find_is_raised_on_all() -> None:
+    """Experts are on two ranks each; ranks of the others hear that some were edited apart."""
+
+    def ranks(rank: int) -> None:
+        torch.manual_seed(0)
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+        fully_shard(model[0], mesh=pairs[rank // 2])
+        set_gradient_divide_factor(model[0], 4)
+        fully_shard(model)
+        model[0].append(nn.Linear(2, 2 + rank % 2 * (rank < 2)))
+        with pytest.raises(ValueError, match=r"^refresh: rank 1 shards other units"):
+            refresh(model)
+        del model[0][1]
+        refresh(model)(torch.ones(1, 2)).sum().backward()
+
+    simulate_ranks(ranks, 4)
 
 
 def test_ranks_that_wait_for_late_ones_do_not_differ() -> None:
