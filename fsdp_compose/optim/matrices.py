@@ -304,7 +304,7 @@ def _exchange_parts(matrices: Sequence[Matrix]) -> None:
     for matrix in mine:
         assert matrix.parallel is not None and matrix.part is not None
         stride = matrix.parallel.stride
-        data = matrix.part.new_empty(0).new_empty(matrix.shape.numel())
+        data = matrix.part.new_empty(matrix.shape.numel())
         matrix.plain.data = data.as_strided(matrix.shape, stride).copy_(matrix.part)
         if matrix.part_grad is not None:
             grad = torch.empty_like(matrix.plain.data, dtype=matrix.part_grad.dtype)

@@ -121,7 +121,6 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 def _extreme_over(vector: Tensor, op: str, group: Group, purpose: str) -> Tensor:
     """Take the largest or smallest over the ranks; NaN where one is."""
-    vector = vector.detach()
     if vector.is_floating_point():
         return reduce_extreme(vector, group, op, purpose)
     if op == "min":

@@ -32,14 +32,14 @@ def compare_records(units: Iterable[Unit], call: str) -> None:
     Every rank must call it. What is compared is compared again when the next step ends.
 
     Args:
+        units: in the order of the model's modules, which is the same on every rank.
         call: what every rank calls.
 
     Raises:
         RuntimeError: optimizers stepped on some ranks alone, or with other settings, or something
             was written on some ranks; names the parameter and the ranks.
     """
-    logs = dict.fromkeys(log for unit in units for log in unit.links.logs)
-    found = sorted(logs, key=lambda log: log.place)
+    found = [*dict.fromkeys(log for unit in units for log in unit.links.logs)]
     problem: Exception | None = None
     shared: list[Log] = []  # with ranks that compare others as well, and may differ there
     for log in found:
