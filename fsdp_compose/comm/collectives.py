@@ -333,7 +333,7 @@ def sum_replicas(
 
     A tree takes a reduce-scatter and a gather, of the same bytes, in place of an all-reduce.
     """
-    if not in_tree or group.pg is None:
+    if not in_tree:
         return all_reduce(tensor, group, caller=caller, flags=flags, purpose=purpose)
     width = -(-tensor.numel() // group.size)
     whole = tensor.new_zeros(width * group.size)
@@ -367,8 +367,6 @@ def _blocking(purpose: str, group: Group, tensor: torch.Tensor) -> Iterator[None
 
 def unite(flags: Flags, group: Group, device: torch.device, caller: Caller) -> None:
     """Combine ``flags`` over the group and wait for the result, which stalls an accelerator."""
-    if group.pg is None:
-        return
     if is_point_to_point(group):
         send_heads(caller, caller.head(), group, "compare gradients", flags).check()
         return
@@ -396,8 +394,8 @@ def span(
     result is in the order of the current stream.
     """
     both = [*values, *(-value for value in values)]
-    if device.type == "cpu" and all(is_point_to_point(g) for g in groups if g.pg is not None):
-        here.traffic.control += sum(group.pg is not None for group in groups)
+    if device.type == "cpu" and all(map(is_point_to_point, groups)):
+        here.traffic.control += len(groups)
         return torch.tensor(compare_heads(both, groups, caller), device="cpu")
     if device.type == "cpu":
         tensor = torch.tensor(both, device="cpu")
@@ -406,9 +404,8 @@ def span(
         for index, value in enumerate(both):
             tensor[index].fill_(value)
     for group in groups:
-        if group.pg is not None:
-            here.traffic.control += 1
-            _take_largest(tensor, group, "compare what ranks run")
+        here.traffic.control += 1
+        _take_largest(tensor, group, "compare what ranks run")
     return tensor
 
 

@@ -73,14 +73,13 @@ _epochs: dict[weakref.ref[Any], int] = {}
 
 def epoch_of(group: Group) -> int:
     """Count disagreements in ``group``: what was sent before one is never read after it."""
-    return _epochs.get(weakref.ref(group.pg), 0) if _epochs and group.pg is not None else 0
+    return _epochs.get(weakref.ref(group.pg), 0) if _epochs else 0
 
 
 def end_epoch(group: Group) -> None:
     """The ranks of ``group`` have disagreed, all of them."""
-    if group.pg is not None:
-        count = epoch_of(group) + 1
-        _epochs[weakref.ref(group.pg, lambda ref: _epochs.pop(ref, None))] = count
+    count = epoch_of(group) + 1
+    _epochs[weakref.ref(group.pg, lambda ref: _epochs.pop(ref, None))] = count
 
 
 @dataclass(slots=True)
@@ -276,9 +275,8 @@ def answer_for(caller: Caller, groups: Iterable[Group]) -> None:
     Where another one answers for one of them, none does: they would tell other ranks of it.
     """
     for group in groups:
-        if group.pg is not None:
-            known = _callers.get(group.pg, lambda: None)
-            _callers[group.pg] = weakref.ref(caller) if known() is None else _nobody
+        known = _callers.get(group.pg, lambda: None)
+        _callers[group.pg] = weakref.ref(caller) if known() is None else _nobody
 
 
 def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
@@ -295,7 +293,7 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
     Raises:
         RuntimeError: on every rank, where one does something else; says what each does.
     """
-    if group.pg is None or not is_point_to_point(group) or get_ident() in here.calls:
+    if not is_point_to_point(group) or get_ident() in here.calls:
         return
     caller: Caller | None = _callers.get(group.pg, _nobody)() or None
     if caller is not None:
@@ -337,24 +335,21 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
     So a rank that compares the end of its step meets one that is about to send data.
     """
     for group in groups:
-        if group.pg is not None:
-            head = (*both, *[0] * (KIND - len(both)))
-            begin_rounds(group.pg)
-            rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
-            end_rounds(group.pg)
-            if any(row[KIND] != COMPARISON for row in rows):
-                caller.disagree(group, _find_meeting(rows))
-            both = [max(column) for column in zip(both, *rows, strict=False)]
+        head = (*both, *[0] * (KIND - len(both)))
+        begin_rounds(group.pg)
+        rows = send_heads(caller, head, group, "end a step", kind=COMPARISON).rows()
+        end_rounds(group.pg)
+        if any(row[KIND] != COMPARISON for row in rows):
+            caller.disagree(group, _find_meeting(rows))
+        both = [max(column) for column in zip(both, *rows, strict=False)]
     return both
 
 
-def tell(caller: Caller, code: int, group: Group) -> Heads | None:
+def tell(caller: Caller, code: int, group: Group) -> Heads:
     """Tell every rank of ``group``, wherever it waits for data of this one, to meet with ``code``.
 
     A rank tells all of its groups before it hears any: ranks wait for each other across groups.
     """
-    if group.pg is None:
-        return None
     head = (code, *[0] * (KIND - 1))
     return send_heads(caller, head, group, "end a skippable step", kind=MEETING)
 

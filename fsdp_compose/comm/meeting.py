@@ -58,7 +58,7 @@ def gather_objects_or_differ(value: Any, group: Group, what: str) -> list[Any]:
     Raises:
         ValueError: on every rank of both groups that waits, naming the groups.
     """
-    if group.pg is None or not is_point_to_point(group):
+    if not is_point_to_point(group):
         return gather_objects(value, group, what)
     place = _place_of(group)
     with _watch_meetings(place, what):
@@ -75,7 +75,7 @@ def meet_or_differ(what: str, groups: Iterable[Group]) -> None:
         RuntimeError: on every rank of a group in which some do something else.
     """
     for group in groups:
-        if group.pg is not None and is_point_to_point(group):
+        if is_point_to_point(group):
             with _watch_meetings(_place_of(group), what):
                 meet_to_call(what, (group,))
 

@@ -159,7 +159,7 @@ def end_messages(groups: Iterable[Group], what: str) -> None:
         groups: gloo's. Every rank of each must call.
     """
     for group in sorted(groups, key=lambda group: (group.size, group.ranks)):  # alike on all
-        if group.pg is not None and is_point_to_point(group):
+        if is_point_to_point(group):
             gather_objects(None, group, what)
 
 

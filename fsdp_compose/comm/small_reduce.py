@@ -25,7 +25,7 @@ _MULTIPLE = 8  # of numbers in a message, so that a sum and a maximum, of more n
 
 def compares(tensor: torch.Tensor, group: Group) -> bool:
     """Whether ranks that reduce ``tensor`` over ``group`` compare what they reduce."""
-    return group.pg is not None and is_point_to_point(group) and tensor.device.type == "cpu"
+    return is_point_to_point(group) and tensor.device.type == "cpu"
 
 
 def reduce_alike(

@@ -34,7 +34,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.comm.messages import post_pairs
 from fsdp_compose.comm.posted import forget
-from fsdp_compose.comm.shared_memory import MAX_SLOTS, Lease, Offer, Reading, segments_of
+from fsdp_compose.comm.shared_memory import MAX_SLOTS, Lease, Offer, Reading, Segments, segments_of
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -141,30 +141,33 @@ def _start_on_host(
     return Started(works, [call.group.ranks[r] for r in (*near, *incoming, *leaving)])
 
 
+def _segments(group: Group) -> Segments:
+    """Those of a group for which ``transport_of`` chose ``ON_HOST``."""
+    found = segments_of(group)
+    assert found is not None
+    return found
+
+
 def _offer_on_host(data: torch.Tensor, group: Group) -> Offer:
-    segments = segments_of(group)
-    return Offer() if segments is None or data.device.type != "cpu" else segments.offer(data)
+    return _segments(group).offer(data)
 
 
 def _lend_on_host(nbytes: int, group: Group) -> Lease | None:
-    segments = segments_of(group)
-    return None if segments is None else segments.lend(nbytes)
+    return _segments(group).lend(nbytes)
 
 
 def _copy_on_host(data: torch.Tensor, group: Group) -> Lease | None:
-    segments = segments_of(group)
-    if segments is None or data.device.type != "cpu" or len(segments.slots) > MAX_SLOTS // 2:
+    segments = _segments(group)
+    if len(segments.slots) > MAX_SLOTS // 2:
         return None  # the other slots are for what is under way
     return segments.copy(data)
 
 
 def _room_on_host(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """As ``room_for_parts``; what ranks of this host add is read where it lies."""
-    segments, own = segments_of(group), parts[group.rank]
-    if segments is None:
-        return room_for_parts(parts, group)
+    own = parts[group.rank]
     found = [own] * group.size
-    for rank in segments.far:
+    for rank in _segments(group).far:
         found[rank] = torch.empty_like(own)
     return found
 
@@ -175,9 +178,9 @@ def _gather_on_host(
     group, mine = call.group, parts[call.group.rank]
     if own.data_ptr() != mine.data_ptr():
         mine.copy_(own)
-    segments = segments_of(group)
-    if segments is None or call.offers is None:
+    if call.offers is None:
         return _gather_pairs(whole, parts, mine, call)
+    segments = _segments(group)
     reading = segments.begin()
     reads = [_Read(r, reading, call, mine, 0, mine.nbytes, parts[r].copy_) for r in segments.peers]
     reads[-1].is_last = True
@@ -186,10 +189,10 @@ def _gather_on_host(
 
 def _reduce_on_host(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
     """Each rank reads its part of the others' gradients; one of another host is sent its part."""
-    group, segments = call.group, segments_of(call.group)
-    if segments is None or call.offers is None:  # nobody said where to read
+    group = call.group
+    if call.offers is None:  # nobody said where to read
         return _reduce_pairs(whole, parts, call._replace(room=room_for_parts(parts, group)))
-    own, found = parts[group.rank], [*(call.room or _room_on_host(parts, group))]
+    segments, own, found = _segments(group), parts[group.rank], [*call.room]
     reading = segments.begin(segments.lease_of(whole))
     begin, nbytes = group.rank * own.nbytes, whole.nbytes
     reads = [
@@ -341,5 +344,5 @@ def premultiplies(group: Group) -> bool:
 
 def count_shared(group: Group) -> int:
     """How many other ranks of the group this one reads the memory of, as they share its host."""
-    segments = None if group.pg is None else segments_of(group)
+    segments = segments_of(group)
     return 0 if segments is None or transport_of(group) is not ON_HOST else len(segments.peers)

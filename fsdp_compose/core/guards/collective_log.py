@@ -145,7 +145,6 @@ class Log:
     guesses: list[Guess] = field(default_factory=list)
     doubts: int = 0  # guesses whose bucket used other entries here than when ranks last compared
     channels: dict[Group, None] = field(default_factory=dict)  # groups that data travels over
-    told: Sequence[Any] = ()  # of the last disagreement, on its way
     unread: dict[Any, deque[comm.Heads]] = field(default_factory=dict)  # see heads.py
     skippable: Literal["open", "over"] | None = None  # a step whose end meets all groups in order
     unmet: set[Group] = field(default_factory=set)  # groups that ended it ahead of this rank
@@ -386,8 +385,8 @@ class Log:
 
     def _tell_others(self, code: int, group: Group | None) -> None:
         """Tell the ranks of all groups but this one, without waiting for them."""
-        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
-        self.told = [comm.tell(self, code, other) for other in others]
+        for other in {*self.channels, *self.groups} - {group}:
+            comm.tell(self, code, other)
 
     def announce_failure(self, rank: int) -> None:
         """Tell ranks that wait for this one, or will, that it failed; they raise, and go on.
@@ -444,7 +443,8 @@ class Log:
         if not all(map(comm.is_point_to_point, self.groups)):
             return
         channels = [*dict.fromkeys((*self.channels, *self.groups))]
-        self.told = [comm.tell(self, _DISAGREED, group) for group in channels]
+        for group in channels:
+            comm.tell(self, _DISAGREED, group)
         kept = [(_END, "accumulate", unit, "without synchronisation")]
         reports = self._exchange(self.groups, kept)
         if any(events != kept for _, events, _ in reports):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,19 +39,14 @@ from models import Tower, by_block, data, mesh_of_replicas, one_unit, seeded, sq
 ONE, TWO = (5, "gather", "a", "forward"), (6, "reduce", "b", "backward")
 
 
-def group(*ranks: int, rank: int = 0) -> Group:
-    """A group that only has a name here: nothing is sent over it."""
-    return Group(pg=None, rank=rank, size=len(ranks), backend="none", ranks=ranks)
-
-
 class FakeGroup:
     """A process group over which nothing is sent."""
 
 
-def counted(*ranks: int, rank: int = 0) -> Group:
-    """As ``group``; its disagreements are counted."""
+def group(*ranks: int, rank: int = 0) -> Group:
+    """A group that only has a name here: nothing is sent over it."""
     pg: Any = FakeGroup()
-    return replace(group(*ranks, rank=rank), pg=pg)
+    return Group(pg=pg, rank=rank, size=len(ranks), backend="none", ranks=ranks)
 
 
 def log_over(*groups: Group, frozen: Sequence[tuple[str, str]] = ()) -> Log:
@@ -433,7 +427,7 @@ def test_guesses_about_what_is_gone_are_dropped() -> None:
 
 def test_disagreements_are_counted_by_group() -> None:
     """Messages over a group where none was are numbered as before, on every rank of it."""
-    first, second, third = counted(0, 1), counted(0, 2), counted(0, 3)
+    first, second, third = group(0, 1), group(0, 2), group(0, 3)
     log = log_over(first, second)
     assert [epoch_of(g) for g in (first, second, third)] == [0, 0, 0]
     log.events, log.hash, log.pending, log.is_stepwise = [ONE], 5, compared, False
@@ -469,7 +463,7 @@ def test_who_is_told_that_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Raised) as error:
         log.disagree(first, meets=0)
     assert error.value.args == (log.groups, 1, [ONE], False)
-    assert {one for *_, one in told} == set(log.told) == {second, third}
+    assert {one for *_, one in told} == {second, third}
     assert all(args[:2] == (log, 0) for args in told) and len(told) == 2
     for skippable, meets in (("open", KEPT), (None, KEPT), (None, DISCARDED)):
         log.skippable = skippable
@@ -502,7 +496,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch, *others: Any) -> list[Any]:
 
 def test_reports_are_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all groups; what was sent over these, and where data travels, is never read."""
-    first, second, third = counted(4, 7, rank=1), counted(7, 9), counted(7, 11)
+    first, second, third = group(4, 7, rank=1), group(7, 9), group(7, 11)
     asked = reporting(monkeypatch, (9, [ONE], []), (8, [TWO], []))
     log = log_over(first, second)
     log.channels = {third: None}
