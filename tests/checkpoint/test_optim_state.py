@@ -25,6 +25,7 @@ from fsdp_compose.core.guards.moved_parameters import shard_of
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import trainable
+from optimizers import PackagedProdigy
 from saved import OPTIMIZERS, Net, equal, shard, train, two_groups
 
 
@@ -336,18 +337,23 @@ class Means(Optimizer):
             p.sub_(p.grad * total.rsqrt().view(()), alpha=0.01)
 
 
-def test_one_number_for_each_parameter_resumes() -> None:
-    """That of a parameter of one element is no slice, as those of larger ones tell."""
+@pytest.mark.parametrize("make", [lambda params: Means(params, {}), PackagedProdigy])
+def test_state_of_a_parameter_of_one_element(make: Any) -> None:
+    """Whether it is a slice is told by that of larger parameters; also of what was flattened."""
+
+    def build(model: nn.Module) -> Optimizer:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return make([p for name, p in named if name != "c.weight"])  # which flatten() copies
 
     def run(rank: int) -> None:
         plain, model = Net(), shard(Net())
-        reference, optim = Means(trainable(plain), {}), Means(trainable(model), {})
+        reference, optim = build(plain), build(model)
         train(plain, reference, 2)
         train(model, optim, 2)
         train(plain, reference, 1)
         for kind in ("full", "sharded"):
             other = shard(Net(3))
-            again = Means(trainable(other), {})
+            again = build(other)
             load_state_dict(other, state_dict(model))
             load_optim_state_dict(other, again, optim_state_dict(model, optim, kind))
             train(other, again, 1)

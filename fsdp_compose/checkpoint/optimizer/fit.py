@@ -66,7 +66,10 @@ def find_pieces(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> S
     if is_elementwise(key, value, part, given) or is_one_number(key, value):
         return None
     if part.span is None:
-        flat = None if part.spec is None or len(part.shape) < 2 else flat_spec(part.spec)
+        is_flat = len(part.shape) > 1
+        if not part.shape:  # of shape (1,), as a number that larger parameters have may be, too
+            is_flat = is_sharded(value) or _has_elements(key, part, given)
+        flat = flat_spec(part.spec) if is_flat and part.spec is not None else None
         return flat if flat is not None and flat.shape == whole_shape(value) else None
     spec = block_spec(part, key, tuple(value.shape[1:]))
     return spec if spec is not None and spec.shape == value.shape else None
@@ -81,8 +84,18 @@ def is_elementwise(key: str, value: Any, part: Part, given: Mapping[str, Any]) -
     # A parameter of one number: the same state of a larger parameter tells which it is.
     if key in given[NUMBERS]:
         return False
+    sizes = _sizes_of_others(key, part, given)
+    if max(sizes, default=0) > 1 or is_one_number(key, value):
+        return max(sizes, default=0) > 1
+    return key in ELEMENTWISE or (bool(part.shape) and not sizes)
+
+
+def _has_elements(key: str, part: Part, given: Mapping[str, Any]) -> bool:
+    """Whether a parameter of several elements tells that this state has a place for each."""
+    return key not in given[NUMBERS] and max(_sizes_of_others(key, part, given), default=0) > 1
+
+
+def _sizes_of_others(key: str, part: Part, given: Mapping[str, Any]) -> list[int]:
+    """How many elements the same state of each other parameter has."""
     held = (v.get(key) for name, v in given["state"].items() if name != part.name)
-    others = [math.prod(whole_shape(other)) for other in held if isinstance(other, Tensor)]
-    if max(others, default=0) > 1 or is_one_number(key, value):
-        return max(others, default=0) > 1
-    return key in ELEMENTWISE or (bool(part.shape) and not others)
+    return [math.prod(whole_shape(other)) for other in held if isinstance(other, Tensor)]
