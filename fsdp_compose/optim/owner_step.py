@@ -250,13 +250,25 @@ class OwnerOptimizer(Optimizer):
             self._links.meet("begin a step of owner_step", self._matrices)
             try:
                 collect_matrices(self._matrices)
-                self.optimizer.step()
+                self._step_own()
                 self._links.meet("end a step of owner_step")
                 return_matrices(self._matrices)
             finally:
                 release_matrices(self._matrices)
                 self._take_back()
         return loss
+
+    def _step_own(self) -> None:
+        try:
+            self.optimizer.step()
+        except (AttributeError, TypeError) as error:
+            if "NoneType" not in str(error) or all(one.is_mine for one in self._matrices):
+                raise
+            raise TypeError(
+                f"owner_step: the step of {type(self.optimizer).__name__} fails where a parameter "
+                "has no gradient, as those have none here that other ranks own; make an optimizer "
+                "that leaves them out, as torch's do: `if p.grad is None: continue`."
+            ) from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer that ``make`` returned; state is needed for this rank's parameters.

@@ -323,6 +323,20 @@ class Masked(torch.optim.SGD):
                 self.state[p]["mask"] = p.detach().abs() < 0.1
 
 
+class Unasking(torch.optim.SGD):
+    """A step as the Muon package has it, which takes every parameter to have a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.zeros_like(p).lerp_(p.grad, 0.1), alpha=-0.1)
+
+
+def step_of_every_parameter(model: nn.Module) -> None:
+    model(data(0, 0).float()).sum().backward()
+    fc.owner_step(matrices(model), Unasking).step()
+
+
 def step_after_sharding_again(model: nn.Module) -> None:
     optim = fc.owner_step(matrices(model), MAKE["muon"])
     by_block(fc.undo(model))(data(0, 0).float()).sum().backward()
@@ -352,6 +366,10 @@ ERRORS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
     "values read": (
         lambda m: fc.owner_step(matrices(m), Masked),
         "RuntimeError", r"make reads the values of parameters \(abs\).*in its first step",
+    ),
+    "gradients of others": (
+        step_of_every_parameter,
+        "TypeError", "owner_step: the step of Unasking fails where a parameter has no gradient",
     ),
     "late group": (
         lambda m: fc.owner_step(matrices(m), MAKE["muon"]).add_param_group({"params": others(m)}),
