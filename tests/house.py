@@ -257,7 +257,7 @@ PROCESS = "base/process"  # what a process has one of stands there
 OUTSIDE_PROCESS = {
     "comm/under_way:NOTHING_SENT": "a constant: waiting for it changes nothing",
     "comm/under_way:BEGUN_BY_HALF": "a constant, as that one",
-    "comm/heads:_epochs": "keyed by process groups with weak references; a plain dict is fast",
+    "comm/counts:_counts": "keyed by process groups with weak references; a plain dict is fast",
     "base/lazy:_under_way": "packages being imported, by name; the import lock guards it",
     "scopes/compile:_numbers": "numbers units in graphs, and their calls, as torch keeps graphs",
     "sharded/tensor:HANDLERS": "functions by torch function, which the next file writes",

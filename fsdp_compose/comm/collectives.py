@@ -24,13 +24,13 @@ from fsdp_compose.comm.flags import Flags as Flags
 from fsdp_compose.comm.heads import Caller as Caller
 from fsdp_compose.comm.heads import Head as Head
 from fsdp_compose.comm.heads import Heads as Heads
-from fsdp_compose.comm.heads import compare_heads, send_heads, tag_behind
+from fsdp_compose.comm.heads import compare_heads, send_heads, tag_outside
 from fsdp_compose.comm.heads import hear as hear
 from fsdp_compose.comm.heads import tell as tell
 from fsdp_compose.comm.messages import end_messages as end_messages
 from fsdp_compose.comm.messages import gather_objects as gather_objects
 from fsdp_compose.comm.messages import is_point_to_point as is_point_to_point
-from fsdp_compose.comm.messages import no_answer, tag_of, wait_for
+from fsdp_compose.comm.messages import no_answer, wait_for
 from fsdp_compose.comm.shared_memory import Offer
 from fsdp_compose.comm.shared_memory import open_segments as open_segments
 from fsdp_compose.comm.transports import premultiplies, room_for_parts
@@ -60,11 +60,11 @@ def _open(
     if not is_point_to_point(group):
         return Call(group, 0, purpose, room=room), None
     if caller is None:
-        return Call(group, tag_of(purpose, nbytes), purpose, room=room), None
+        return Call(group, tag_outside(purpose, nbytes, group), purpose, room=room), None
     head = caller.head()
     offer = Offer() if transport.offer is None else Offer(*transport.offer(data, group))
     heads = send_heads(caller, head, group, purpose, flags, offer=offer)
-    call = Call(group, tag_behind(caller, head, group), purpose, offer, heads.offers, room=room)
+    call = Call(group, heads.tag_behind(), purpose, offer, heads.offers, room=room)
     if transport.may_wait:
         heads.check()
         return call, None

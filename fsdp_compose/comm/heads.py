@@ -5,6 +5,9 @@ pipe (comm/mail.py). Where heads differ, the ranks run different units. The buff
 never meet, since their tags are made of the heads, and the receiver says so instead of waiting for
 ever or reading what is not meant for it. Collectives that no step issues (a state dict, a scope, a
 norm) have heads too: a rank that calls one alone, while others run units, meets theirs.
+
+Heads are numbered, so that data which a rank sent before Ctrl-C ended its wait never meets that of
+the next try.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
+from fsdp_compose.comm.counts import counts_of, epoch_of, number_outside, set_counts
 from fsdp_compose.comm.flags import Flags
 from fsdp_compose.comm.mail import ROW, Letter
 from fsdp_compose.comm.messages import WaitAside, is_point_to_point, post_pairs, wait_for
@@ -33,11 +37,13 @@ Head = tuple[int, ...]
 """Eight integers that say what a rank is doing; as sent, ``ROW`` integers, see ``send_heads``."""
 
 DATA, COMPARISON, MEETING = 0, 1, 2
-KIND, FLAGS, OFFER = 8, 9, 10  # what stands where; before FLAGS, ranks that do the same are equal
+KIND, NUMBER, FLAGS = 8, 9, 10  # what stands where; before FLAGS, ranks that do the same are equal
+OFFER = 11
 
-# Tags of data behind heads, and of flags. Those of heads and of messages are smaller.
+# Tags of data behind heads, of flags, and of data outside of steps. Those of heads are smaller.
 _DATA_TAGS = 1 << 30
 _FLAG_TAGS = 1 << 29
+_CALL_TAGS = 1 << 27
 
 
 class Caller(Protocol):
@@ -67,21 +73,6 @@ class Caller(Protocol):
         """
 
 
-_epochs: dict[weakref.ref[Any], int] = {}
-"""By process group, how often its ranks have disagreed, in whatever they ran over it."""
-
-
-def epoch_of(group: Group) -> int:
-    """Count disagreements in ``group``: what was sent before one is never read after it."""
-    return _epochs.get(weakref.ref(group.pg), 0) if _epochs else 0
-
-
-def end_epoch(group: Group) -> None:
-    """The ranks of ``group`` have disagreed, all of them."""
-    count = epoch_of(group) + 1
-    _epochs[weakref.ref(group.pg, lambda ref: _epochs.pop(ref, None))] = count
-
-
 @dataclass(slots=True)
 class Heads:
     """The heads of one exchange: what this rank sent, and what arrives from each peer.
@@ -107,14 +98,16 @@ class Heads:
         """The heads of the other ranks, once they have arrived, and those before them."""
         unread = self.caller.unread[self.group.pg]
         if unread and unread[0] is self:
+            rows = self.wait()  # after Ctrl-C it is among those before the next
             unread.popleft()
-        else:
-            for earlier in self._list_earlier() if self.taken is None else ():
-                earlier.read()
-            kept = [one for one in unread if one is not self and one.epoch == self.epoch]
-            unread.clear()
-            unread.extend(one for one in kept if one.taken is None)
-        return self.wait()
+            return rows
+        for earlier in self._list_earlier() if self.taken is None else ():
+            earlier.read()
+        rows = self.wait()
+        kept = [one for one in unread if one is not self and one.epoch == self.epoch]
+        unread.clear()
+        unread.extend(one for one in kept if one.taken is None)
+        return rows
 
     def _list_earlier(self) -> list[Heads]:
         """Exchanges whose answers come before those to this one, and were not read.
@@ -183,6 +176,10 @@ class Heads:
         if any(row[:FLAGS] != what for row in rows):
             self.caller.disagree(self.group, _find_meeting((mine, *rows)))
 
+    def tag_behind(self, kind: int = _DATA_TAGS) -> int:
+        """The tag of what follows: the data, or the flags where ``kind`` says so."""
+        return kind | hash((self.epoch, *self.sent[:FLAGS])) & (kind - 1)
+
     def offers(self) -> list[Offer]:
         """What each rank of the group offers in its memory, by rank; when the heads are there."""
         rows = self.arrived()
@@ -204,7 +201,7 @@ class Heads:
             if row[FLAGS]:
                 peer = index + (index >= self.group.rank)
                 received.append(torch.empty(row[FLAGS], dtype=torch.uint8, device="cpu"))
-                works.append(post(pg.recv, received[-1], peer, _flag_tag(self.epoch, mine), pg))
+                works.append(post(pg.recv, received[-1], peer, self.tag_behind(_FLAG_TAGS), pg))
         wait_for(works, (), self.purpose)
         return received
 
@@ -225,14 +222,16 @@ def send_heads(
 ) -> Heads:
     """Tell every other rank of the group what this one does, and start hearing what they do.
 
-    Behind ``head`` stand whether it is ahead of data, a comparison alone, or a meeting, and what
-    may differ between ranks that do the same: how many bytes of flags follow, and what is offered.
+    Behind ``head`` stand whether it is ahead of data, a comparison alone, or a meeting, how many
+    were sent before it, and what may differ between ranks that do the same: how many bytes of flags
+    follow, and what is offered.
     """
     assert group.pg is not None
     is_partial = flags is not None and not flags.is_full
-    mine = [*head, kind, flags.nbytes if flags is not None and is_partial else 0]
+    epoch, number = counts_of(group.pg)
+    mine = [*head, kind, number, flags.nbytes if flags is not None and is_partial else 0]
     mine += offer or Offer()
-    epoch, segments = epoch_of(group), segments_of(group)
+    segments = segments_of(group)
     far = [(group.rank + step) % group.size for step in range(1, group.size)]
     letters: list[Letter] = []
     if segments is not None:
@@ -250,9 +249,10 @@ def send_heads(
         peers += [group.ranks[rank] for rank in (*received, *far)]
     heads = Heads(caller, group, mine, letters, received, works, peers, purpose, epoch, flags)
     caller.unread.setdefault(group.pg, deque()).append(heads)
+    set_counts(group.pg, epoch, number + 1)
     if flags is not None and is_partial:
         data, others = flags.to_bytes(), (r for r in range(group.size) if r != group.rank)
-        tag, pg = _flag_tag(epoch, mine), group.pg
+        tag, pg = heads.tag_behind(_FLAG_TAGS), group.pg
         heads.flag_works = [post(pg.send, data, r, tag, pg) for r in others]
     return heads
 
@@ -320,13 +320,13 @@ def meet_to_call(what: str, groups: Iterable[Group]) -> None:
         meet_alone(group, f"call {what}", "a call of the library's")
 
 
-def tag_behind(caller: Caller, head: Head, group: Group) -> int:
-    """The tag of the data that follows ``head``."""
-    return _DATA_TAGS | hash((epoch_of(group), *head)) & (_DATA_TAGS - 1)
+def tag_outside(purpose: str, nbytes: int, group: Group) -> int:
+    """A tag for tensors that go point to point outside of steps.
 
-
-def _flag_tag(epoch: int, head: list[int]) -> int:
-    return _FLAG_TAGS | hash((epoch, *head[:FLAGS])) & (_FLAG_TAGS - 1)
+    Ranks that do different things never meet: their data would blend, or end the process where it
+    has different sizes. Nor do those of a call and of an earlier one that was left.
+    """
+    return _CALL_TAGS | number_outside(group, f"{purpose} {nbytes}")
 
 
 def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> list[int]:

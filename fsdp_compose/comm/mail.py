@@ -22,7 +22,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import timeout_of
 from fsdp_compose.comm.messages import no_receiver
 
-ROW = 14
+ROW = 15
 """The integers of a message."""
 
 _ENDED = "its process has ended"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -22,6 +21,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import GATHER_OPTIONS, all_gather_single, default_store
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.counts import epoch_of, number_outside
 from fsdp_compose.comm.posted import begin_rounds, end_rounds, forget, post
 
 
@@ -110,6 +110,11 @@ def post_pairs(
     return works
 
 
+RUNNING, SKIPPING = "a forward or backward of its units", "skippable_step"
+UNEVEN = (RUNNING, SKIPPING)
+"""Calls by ranks that may have sent different numbers of heads, as only some told the others."""
+
+
 class CallsDiffer(RuntimeError):
     """Raised on every rank of a group whose ranks wait for each other in different calls."""
 
@@ -133,8 +138,9 @@ def gather_objects(value: Any, group: Group, what: str = "") -> list[Any]:
     purpose = f"compare notes in {call}"
     if is_point_to_point(group):
         others = [r for r in range(group.size) if r != group.rank]
+        number = epoch_of(group) if call in UNEVEN else number_outside(group, "")  # of any call
         begin_rounds(group.pg, 2)  # lengths, then bytes
-        found = _swap_bytes(dict.fromkeys(others, mine), others, group, purpose)
+        found = _swap_bytes(dict.fromkeys(others, mine), others, group, purpose, number)
         end_rounds(group.pg)
     else:
         found = _all_gather_bytes(mine, group, purpose)
@@ -307,7 +313,6 @@ class SharedErrors:
             del error, trace  # as in ``raise_on_all``
 
 
-_CALL_TAGS = 1 << 27
 _OBJECT_TAGS = 1 << 28  # those of comm's heads are smaller, and those of its data larger
 
 ON_ALL_RANKS = "_fsdp_compose_on_all_ranks"
@@ -315,17 +320,25 @@ ON_ALL_RANKS = "_fsdp_compose_on_all_ranks"
 
 
 def _swap_bytes(
-    outgoing: Mapping[int, bytes], senders: Sequence[int], group: Group, purpose: str
+    outgoing: Mapping[int, bytes],
+    senders: Sequence[int],
+    group: Group,
+    purpose: str,
+    number: int = 0,
 ) -> dict[int, bytes]:
-    """Send bytes to some ranks and receive some from others, which do the same the other way."""
+    """Send bytes to some ranks and receive some from others, which do the same the other way.
+
+    Args:
+        number: of 26 bits; those of other numbers never meet.
+    """
     lengths = {r: torch.tensor([len(data)], device="cpu") for r, data in outgoing.items()}
     arriving = {r: torch.empty(1, dtype=torch.int64, device="cpu") for r in senders}
     payloads = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in outgoing.items()}
-    for tag in (_OBJECT_TAGS, _OBJECT_TAGS + 1):
+    for tag in (_OBJECT_TAGS + 2 * number, _OBJECT_TAGS + 2 * number + 1):
         works = post_pairs(arriving, lengths, group, tag, purpose)
         peers = [group.ranks[r] for r in (*arriving, *lengths)]
         WaitAside(works, peers, purpose).wait(group)
-        if tag == _OBJECT_TAGS:
+        if tag % 2 == 0:
             lengths = payloads
             arriving = {
                 r: torch.empty(int(length), dtype=torch.uint8, device="cpu")
@@ -401,17 +414,6 @@ def attend_call(group: Group) -> Iterator[None]:
         here.calls.pop(get_ident(), None)
         if before is not None:
             here.calls[get_ident()] = before
-
-
-def tag_of(purpose: str, nbytes: int) -> int:
-    """A tag for tensors that go point to point outside of steps.
-
-    Ranks that do different things never meet: their data would blend, or end the process where it
-    has different sizes. Nor do those of a call and of an earlier one that was left.
-    """
-    group = here.calls.get(get_ident()) if here.calls else None
-    key = f"{'' if group is None else group.note} {purpose} {nbytes}"
-    return _CALL_TAGS | zlib.crc32(key.encode()) & (_CALL_TAGS - 1)
 
 
 def is_on_all_ranks(error: BaseException | None) -> bool:

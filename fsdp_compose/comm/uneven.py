@@ -10,7 +10,7 @@ from fsdp_compose.base.group import Call, Group
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.comm.collectives import gather_parts
-from fsdp_compose.comm.heads import meet_alone
+from fsdp_compose.comm.heads import meet_alone, tag_outside
 from fsdp_compose.comm.messages import wait_for
 from fsdp_compose.comm.transports import transport_of
 
@@ -28,7 +28,8 @@ def move_pieces(
         return
     here.traffic.moves += 1
     here.traffic.move_bytes += sum(p.numel() for r, p in enumerate(incoming) if r != group.rank)
-    started = transport_of(group).exchange(outgoing, incoming, Call(group, 0, purpose))
+    call = Call(group, tag_outside(purpose, 0, group), purpose)
+    started = transport_of(group).exchange(outgoing, incoming, call)
     wait_for(started.works, started.peers, purpose)
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import gather_objects, hear, is_point_to_point, tell
-from fsdp_compose.comm.heads import Heads, epoch_of, meet_to_call, send_heads
+from fsdp_compose.comm.counts import epoch_of
+from fsdp_compose.comm.heads import Heads, meet_to_call, send_heads
 from fsdp_compose.comm.messages import describe_error, first_error
 from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarded, code_of
 from fsdp_compose.optim.matrices import Matrix

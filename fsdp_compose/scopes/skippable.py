@@ -30,8 +30,9 @@ from fsdp_compose.base.torch_private import buffer_slots, raw
 from fsdp_compose.buckets.bucket import Arriving, Bucket
 from fsdp_compose.buckets.gradients import discard_packed, list_waiting, make_grad_buffer
 from fsdp_compose.comm import collectives as comm
+from fsdp_compose.comm.counts import epoch_of
 from fsdp_compose.comm.grad_bucket import has_state
-from fsdp_compose.comm.heads import epoch_of
+from fsdp_compose.comm.messages import SKIPPING
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.construct.tensor_parallel import tensor_parallel_groups
 from fsdp_compose.core.guards.collective_log import DISCARDED, KEPT, Log, StepDiscarded
@@ -315,7 +316,7 @@ class _Links:
             recover(engine, restored)
             forget_orders(engine)  # some ranks may have run the step to its end
         inner = {group for log in self.logs for group in log.inner_channels()}
-        comm.end_messages(inner, "skippable_step")
+        comm.end_messages(inner, SKIPPING)
 
 
 def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list[Group]) -> None:
@@ -351,7 +352,7 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
     elif step._own is not None:  # so on all ranks of that group, each with its own reason
         beside = [*spanning, *beside]
     for group in (*beside, *stages):
-        for reasons in comm.gather_objects(step.reasons, group, "skippable_step"):
+        for reasons in comm.gather_objects(step.reasons, group, SKIPPING):
             step.reasons.update(reasons)
     step.skipped = bool(step.reasons)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compose as fc
+from fsdp_compose.base.group import Group
+from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import heads, transports
 
 from harness import rank_errors, run_ranks, simulate_ranks
@@ -222,3 +225,27 @@ def test_a_call_is_made_again_after_an_interrupt(
     wanted = seeded(Tower).head.weight
     for found in run_ranks(ranks, 3, timeout=20):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_dead_rank_keeps_no_other_untold(dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank tells all its groups that it failed, also where it finds that one has lost a rank."""
+    tell = comm.tell
+
+    def tell_or_find(caller: Any, code: int, group: Group) -> Any:
+        if dead in group.ranks:
+            raise RuntimeError("has died")
+        return tell(caller, code, group)
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        model = by_block(seeded(Tower), mesh=mesh, strategy=fc.ShardingStrategy.HYBRID_SHARD)
+        if rank == 0:
+            monkeypatch.setattr(comm, "tell", tell_or_find)
+            units(model)[0].links.logs[0].announce_failure(0)
+        elif rank != dead:  # rank 3 shares no group with rank 0
+            text = "rank 0 failed inside" if rank < 3 else "rank 0 failed|does not answer"
+            with pytest.raises(RuntimeError, match=text):
+                square(model, data(0, rank)).backward()
+
+    simulate_ranks(ranks, 4)

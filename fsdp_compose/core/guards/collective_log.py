@@ -36,8 +36,9 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, is_capturing
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm.heads import answer_for, end_epoch
-from fsdp_compose.comm.messages import gather_in_turn
+from fsdp_compose.comm.counts import end_epoch
+from fsdp_compose.comm.heads import answer_for
+from fsdp_compose.comm.messages import RUNNING, gather_in_turn
 from fsdp_compose.core.guards.compared_steps import Settings, Steps, number_of, texts_of
 from fsdp_compose.core.guards.guessed_use import Guess, make_guess, sum_up, take_back_zeros
 from fsdp_compose.core.guards.rank_differences import (
@@ -87,9 +88,6 @@ def set_debug(enabled: bool = True) -> None:
 def is_debugging() -> bool:
     """Whether this rank asked every step to make the checks of the first one."""
     return here.is_debugging
-
-
-_RUNNING = "a forward or backward of its units"
 
 
 def code_of(*key: Any) -> int:
@@ -307,7 +305,7 @@ class Log:
         """
         wrong = ""
         mine = [(guess.here, guess.anywhere) for guess in comparison.guesses]
-        reports = gather_in_turn(mine, self.groups, _RUNNING)
+        reports = gather_in_turn(mine, self.groups, RUNNING)
         for guess, *found in zip(comparison.guesses, *reports, strict=True):
             bucket, anywhere, missed = guess.bucket(), 0, 0
             for used, _ in found:
@@ -330,7 +328,7 @@ class Log:
             RuntimeError: a parameter was stepped in other ways; names it, the ranks and the ways.
         """
         mine = self.groups[0].ranks[self.groups[0].rank], texts_of(comparison.settings)
-        reports = gather_in_turn(mine, self.groups, _RUNNING)
+        reports = gather_in_turn(mine, self.groups, RUNNING)
         reports.sort(key=lambda found: found[0])
         if text := (
             explain_added(comparison.step, reports) or explain_settings(comparison.step, reports)
@@ -385,8 +383,10 @@ class Log:
 
     def _tell_others(self, code: int, group: Group | None) -> None:
         """Tell the ranks of all groups but this one, without waiting for them."""
-        for other in {*self.channels, *self.groups} - {group}:
-            comm.tell(self, code, other)
+        others = dict.fromkeys((*self.channels, *self.groups)).keys() - {group}
+        with contextlib.ExitStack() as rest:  # where a rank has died, other groups are told yet
+            for other in others:
+                rest.callback(comm.tell, self, code, other)
 
     def announce_failure(self, rank: int) -> None:
         """Tell ranks that wait for this one, or will, that it failed; they raise, and go on.
@@ -408,13 +408,16 @@ class Log:
         self, groups: Sequence[Group], step: int, events: list[Event], late: bool
     ) -> NoReturn:
         """Exchange the events over ``groups``, and raise with what differs first."""
-        reports = self._exchange(groups, events)
-        if groups is self.groups:
-            comm.end_messages(self.inner_channels(), _RUNNING)
-        done = [(rank, events) for rank, events, _ in reports]
-        if explain_stepped(step, done) or differ_in_writes(done):  # which is told, and forgotten
-            self._forget()
-        self.start_over([*{*groups, *self.channels}] if groups is self.groups else groups)
+        ended = [*{*groups, *self.channels}] if groups is self.groups else groups
+        try:
+            reports = self._exchange(groups, events)
+            if groups is self.groups:
+                comm.end_messages(self.inner_channels(), RUNNING)
+            done = [(rank, events) for rank, events, _ in reports]
+            if explain_stepped(step, done) or differ_in_writes(done):
+                self._forget()  # as it is told
+        finally:  # after Ctrl-C, too: what was sent for it meets no later exchange
+            self.start_over(ended)
         if discards := {
             r: events[-1][3] for r, events, _ in reports if events and events[-1][1] == DISCARD
         }:
@@ -429,7 +432,7 @@ class Log:
     def _exchange(self, groups: Sequence[Group], events: list[Event]) -> list[Report]:
         """What each rank of ``groups`` has done, by rank."""
         mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
-        return sorted(gather_in_turn(mine, groups, _RUNNING), key=lambda report: report[0])
+        return sorted(gather_in_turn(mine, groups, RUNNING), key=lambda report: report[0])
 
     def ask_who_reduces(self, unit: str) -> None:
         """Before an error: raise where others wait for gradients that this rank did not reduce.

@@ -211,6 +211,12 @@ def explain_difference(step: int, reports: Sequence[tuple[int, list[Event]]]) ->
     """
     reports = [(rank, _list_collectives(events)) for rank, events in reports]
     position, differing = _find_first(reports)
+    if not differing:
+        return (
+            f"ranks were interrupted at different moments of step {step}, as by Ctrl-C, and ran "
+            "it again, so that each met what another one had begun before. No weights are lost: "
+            "discard this step, and run it once more."
+        )
     kinds: dict[int, tuple[str, list[int]]] = {}
     for rank, events in reports:
         text = _describe(events[position]) if position < len(events) else "end{} the step"

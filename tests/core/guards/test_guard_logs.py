@@ -17,7 +17,7 @@ from fsdp_compose.base.streams import make_streams
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import messages
 from fsdp_compose.comm.collectives import Flags
-from fsdp_compose.comm.heads import epoch_of
+from fsdp_compose.comm.counts import epoch_of
 from fsdp_compose.core.guards import collective_log
 from fsdp_compose.core.guards.collective_log import (
     DISCARD,

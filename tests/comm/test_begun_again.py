@@ -1,0 +1,183 @@
+"""After Ctrl-C on all ranks, what they begin again never meets what they had begun before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_compose as fc
+from fsdp_compose.base.process import here
+from fsdp_compose.comm import heads, messages, transports, uneven
+from fsdp_compose.simulation.network import Network
+from fsdp_compose.simulation.scheduler import SimulatedThread
+
+from harness import simulate_ranks
+from models import Tower, Twin, by_block, data, seeded, sgd, square, whole
+from structured import matrices
+
+
+class Interrupts:
+    """Ctrl-C reaches rank 1 before its message number ``left``, then rank 0 where it waits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, left: int) -> None:
+        self.left, self.is_armed, self.came = left, False, set[int]()
+        post, wait, join = messages.post_pairs, Network.wait, SimulatedThread.join
+
+        def post_or_stop(*args: Any) -> Any:
+            if self.is_armed and dist.get_rank() == 1 and 1 not in self.came:
+                self.left -= 1
+                if self.left < 0:
+                    self.came.add(1)
+                    raise KeyboardInterrupt
+            return post(*args)
+
+        def wait_or_stop(network: Network, exchange: Any, purpose: str, seconds: float) -> None:
+            running: Any = network.scheduler.running
+            if not running.name.startswith("wait to"):  # another thread would not hear Ctrl-C
+                ready = lambda: exchange.is_complete or bool(exchange.error)  # noqa: E731
+                self.stop_in(network.scheduler, ready, seconds)
+            wait(network, exchange, purpose, seconds)
+
+        def join_or_stop(thread: SimulatedThread, timeout: float | None = None) -> None:
+            self.stop_in(thread.scheduler, lambda: thread.task.is_over, timeout)
+            if timeout is None:
+                join(thread)
+
+        for module in (heads, messages):
+            patch.setattr(module, "post_pairs", post_or_stop)
+        patch.setattr(Network, "wait", wait_or_stop)
+        patch.setattr(SimulatedThread, "join", join_or_stop)
+
+    def stop_in(self, scheduler: Any, ready: Callable[[], bool], seconds: float | None) -> None:
+        rank = dist.get_rank()
+        scheduler.wait(lambda: ready() or self.is_due(rank), "", seconds)
+        if self.is_due(rank) and not ready():
+            self.came.add(rank)
+            raise KeyboardInterrupt
+
+    def is_due(self, rank: int) -> bool:
+        return 1 in self.came and rank not in self.came
+
+
+def step(model: Tower, rank: int) -> None:
+    model.zero_grad()
+    square(model, data(0, rank)).backward()
+
+
+def discard_none(model: Tower, rank: int) -> None:
+    with fc.skippable_step(model) as scope:
+        step(model, rank)
+    assert not scope.skipped
+
+
+CALLS: dict[str, Callable[[Tower, int], object]] = {
+    "step": step,
+    "skippable": discard_none,
+    "state_dict": lambda model, rank: fc.state_dict(model, "full"),
+    "load": lambda model, rank: fc.load_state_dict(model, seeded(Tower).state_dict()),
+    "norm": lambda model, rank: model.head.weight.norm(),
+    "refresh": lambda model, rank: fc.refresh(model),
+}
+
+
+CASES = """
+step 0, step 2, skippable 2, state_dict 1, load 1, load 2, load 3, norm 0, refresh 2
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of zero_grad
+@pytest.mark.parametrize("case", [text.strip() for text in CASES.split(",")])
+def test_a_call_begun_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is right, or an error on every rank at once and then right; no rank waits in vain."""
+    name, left = case.split()
+    interrupts = Interrupts(monkeypatch, int(left))
+
+    def ranks(rank: int) -> list[str]:
+        model, texts = by_block(seeded(Tower)), list[str]()
+        fc.clip_grad_norm_(model, 1.0)  # all ranks are here
+        interrupts.is_armed = True
+        began = here.clock.now()
+        for _ in range(4):
+            try:
+                CALLS[name](model, rank)
+                break
+            except KeyboardInterrupt:
+                texts.append("Ctrl-C")
+            except RuntimeError as error:
+                texts.append(str(error))
+        else:
+            raise AssertionError(texts)
+        interrupts.is_armed = False
+        assert here.clock.now() - began < 5.0
+        step(model, rank)
+        plain = seeded(Tower)
+        sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(found), wanted)
+            torch.testing.assert_close(whole(found.grad), wanted.grad)
+        return texts
+
+    first, second = simulate_ranks(ranks)
+    assert first[0] == second[0] == "Ctrl-C" and first[1:] == second[1:] and len(first) < 3
+
+
+def test_a_step_of_owners_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank had sent to owners is not taken for what it sends in the next try."""
+    wait, transport, left = uneven.wait_for, uneven.transport_of, set[int]()
+
+    def stop(rank: int) -> None:
+        if rank == dist.get_rank() and rank in left:
+            left.discard(rank)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(uneven, "wait_for", lambda *args: (stop(0), wait(*args)))
+    monkeypatch.setattr(uneven, "transport_of", lambda group: (stop(1), transport(group))[1])
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        optim, wanted = fc.owner_step(matrices(model), sgd), sgd(matrices(plain))
+        for number in range(2):
+            step(model, rank) if number == 0 else square(model, data(number, rank)).backward()
+            plain.zero_grad()
+            sum(square(plain, data(number, r)) / 2 for r in range(2)).backward()
+            if number == 0:
+                left.add(rank)
+                with pytest.raises(KeyboardInterrupt):
+                    optim.step()
+                model.zero_grad()
+        optim.step()
+        wanted.step()
+        for found, value in zip(matrices(model), matrices(plain), strict=True):
+            torch.testing.assert_close(whole(found), value)
+
+    simulate_ranks(ranks)
+
+
+def test_a_gather_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a later step, whose heads are the same, ranks gather what the weights are by then."""
+    pairs, left = transports.send_pairs, set[int]()
+
+    def send_or_stop(outgoing: Any, incoming: Any, call: Any) -> Any:
+        is_first = dist.get_rank() == 0  # rank 1 is interrupted before it sends
+        started = pairs(outgoing, incoming, call) if is_first else None
+        if dist.get_rank() in left and "blocks.1" in call.purpose:
+            left.discard(dist.get_rank())
+            raise KeyboardInterrupt
+        return started or pairs(outgoing, incoming, call)
+
+    monkeypatch.setattr(transports, "send_pairs", send_or_stop)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.train()
+        left.add(rank)
+        with pytest.raises(KeyboardInterrupt):
+            twin.model(data(0, rank))
+        for _ in range(3):
+            twin.train()
+
+    simulate_ranks(ranks)
