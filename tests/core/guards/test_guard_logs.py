@@ -564,9 +564,9 @@ def test_what_only_some_ranks_train_is_explained() -> None:
 
 
 def test_where_events_are_the_same() -> None:
-    """The step then ended everywhere, or a name is that of two units."""
+    """Messages of two tries have met, or a name is that of two units."""
     text = explain_difference(3, [(0, [ONE, TWO]), (1, [ONE, TWO])])
-    assert "as collective 3 of it, ranks 0 and 1 end the step. Every" in text
+    assert "ranks were interrupted at different moments of step 3, as by Ctrl-C" in text
     text = explain_difference(3, [(0, [ONE]), (1, [ONE, TWO])])
     assert "as collective 2 of it, rank 0 ends the step where rank 1 reduces" in text
     text = explain_difference(3, [(0, [ONE]), (1, [(7, *ONE[1:])])])
