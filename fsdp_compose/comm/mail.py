@@ -26,8 +26,9 @@ ROW = 15
 """The integers of a message."""
 
 _ENDED = "its process has ended"
-_FORM = struct.Struct(f"{1 + ROW}q")  # the tag, and those
-_AT_ONCE = _FORM.size * 512  # bytes, of whole messages
+_FORM = struct.Struct(f"{1 + ROW}q")  # the tag, which is above 0, and those
+_WORD = 8
+_AT_ONCE = _FORM.size * 64  # bytes, of whole messages
 _PAUSE = 0.1  # seconds after which a thread looks whether another one has read its message
 
 
@@ -47,7 +48,8 @@ class Letter:
         Raises:
             RuntimeError: the rank's process has ended, or the group's timeout is over.
         """
-        self.row = self.mail.take(self.rank, self.tag, self.number)
+        self.row = self.mail.find(self.rank, self.tag, self.number)
+        self.mail.rows.pop((self.rank, self.tag, self.number), None)
 
     def is_completed(self) -> bool:
         return len(self.row) > 0
@@ -64,12 +66,14 @@ class Mail:
         self.writers: dict[int, int] = {}
         self.entrances: dict[int, int] = {}  # what other ranks open, until they have
         self.posted: defaultdict[int, int] = defaultdict(int)  # by tag, messages to each rank
-        self.arrived: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and tag
+        # By rank, what was read and may not be stored yet, before zeros; by tag, what is stored.
+        self.boxes: dict[int, tuple[bytearray, dict[int, int]]] = {}
         self.rows: dict[tuple[int, int, int], list[int]] = {}  # that nobody took yet
         self.ended: set[int] = set()
         weakref.finalize(self, _close, self.readers, self.writers, self.entrances)
         for rank in range(group.size):
             if rank != group.rank:
+                self.boxes[rank] = bytearray(_AT_ONCE), {}
                 self.readers[rank], self.entrances[rank] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def open_to(self, rank: int, pid: int, entrance: int) -> None:
@@ -116,12 +120,12 @@ class Mail:
                 if not _wait_for(end, select.POLLOUT, self.timeout):
                     raise TimeoutError(f"it has read nothing for {self.timeout:g} s") from None
 
-    def take(self, rank: int, tag: int, number: int) -> list[int]:
-        """The message of ``rank`` with ``tag`` and this number; see ``Letter.wait``."""
+    def find(self, rank: int, tag: int, number: int) -> list[int]:
+        """The message of ``rank`` with this tag and number, which stays; see ``Letter.wait``."""
         key, began = (rank, tag, number), None
         while True:
             with self.lock:
-                row = self.rows.pop(key, None) or self._read(rank, key)
+                row = self.rows.get(key) or self._read(rank, key)
             if row is not None:
                 return row
             if rank in self.ended:
@@ -133,18 +137,25 @@ class Mail:
             _wait_for(self.readers[rank], select.POLLIN, min(_PAUSE, self.timeout))
 
     def _read(self, rank: int, wanted: tuple[int, int, int]) -> list[int] | None:
-        """Read what has come from ``rank``; return the message ``wanted``, if it is among it."""
+        """Read what has come from ``rank``; return the message ``wanted``, if it is among it.
+
+        Ctrl-C may come between any two lines. Then the next call stores the same messages again.
+        """
+        memory, stored = self.boxes[rank]
         try:
-            data = os.read(self.readers[rank], _AT_ONCE)
+            if not any(memory[:_WORD]) and not os.readv(self.readers[rank], [memory]):
+                self.ended.add(rank)
         except BlockingIOError:
             return None
-        if not data:
-            self.ended.add(rank)
-        for tag, *row in _FORM.iter_unpack(data):
-            number = self.arrived[rank, tag]
-            self.arrived[rank, tag] = number + 1
+        counts = stored.copy()
+        for tag, *row in _FORM.iter_unpack(memory):
+            if not tag:
+                break
+            number = counts.get(tag, 0)
+            counts[tag] = number + 1
             self.rows[rank, tag, number] = row
-        return self.rows.pop(wanted, None)
+        self.boxes[rank] = bytearray(_AT_ONCE), counts
+        return self.rows.get(wanted)
 
 
 def _wait_for(end: int, event: int, seconds: float) -> bool:
