@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import group_of
+from fsdp_compose.comm.counts import end_epoch
 from fsdp_compose.comm.flags import Flags
-from fsdp_compose.comm.heads import Head, Heads, end_epoch, send_heads
+from fsdp_compose.comm.heads import Head, Heads, send_heads
 
 from harness import simulate_ranks
 
