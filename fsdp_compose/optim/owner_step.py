@@ -270,6 +270,11 @@ class OwnerOptimizer(Optimizer):
                 "that leaves them out, as torch's do: `if p.grad is None: continue`."
             ) from error
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, with what the optimizer that ``make`` returned has beside it."""
+        extra = self.optimizer.state_dict()
+        return {**extra, **super().state_dict()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer that ``make`` returned; state is needed for this rank's parameters.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 
 import structured
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, by_block, seeded, whole
 from structured import MAKE, matrices, others, wholes
 
@@ -51,6 +51,63 @@ class Run:
 
     def weights(self) -> list[Tensor]:
         return [whole(p) for p in self.model.parameters()]
+
+
+class Rows(torch.optim.Optimizer):
+    """A mean for each row, as torch calls state of every element, and a count beside the state."""
+
+    total = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.total += 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                mean = self.state[p].setdefault("exp_avg_sq", p.new_zeros(len(p), 1))
+                mean.lerp_(p.grad.square().mean(1, keepdim=True), 0.1)
+                p.sub_(p.grad / mean.sqrt(), alpha=0.1 / self.total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.total = state_dict["total"]
+
+
+def test_what_an_optimizer_keeps_beside_state(tmp_path: Path) -> None:
+    """It is saved and loaded with the state of rows, which has another shape than the parameter."""
+
+    def build(seed: int = 0) -> tuple[nn.Module, Any]:
+        model = by_block(seeded(Tower, seed=seed))
+        return model, fc.owner_step(matrices(model), lambda groups: Rows(groups, {}))
+
+    def step(model: nn.Module, optim: Any, seed: int) -> None:
+        gradients(model, seed)
+        optim.step()
+
+    def run(rank: int) -> None:
+        model, optim = build()
+        step(model, optim, 0)
+        weights, state = (
+            dict(fc.state_dict(model)),
+            copy.deepcopy(fc.optim_state_dict(model, optim)),
+        )
+        assert state["total"] == 1
+        fc.save_checkpoint(tmp_path / "saved", model, optim)
+        step(model, optim, 1)
+        for way in ("full", "checkpoint"):
+            other, again = build(1)
+            if way == "full":
+                fc.load_state_dict(other, weights)
+                fc.load_optim_state_dict(other, again, state)
+            else:
+                fc.load_checkpoint(tmp_path / "saved", other, again)
+            step(other, again, 1)
+            for mine, theirs in zip(matrices(other), matrices(model), strict=True):
+                assert torch.equal(whole(mine), whole(theirs))
+
+    simulate_ranks(run, 2)
 
 
 @pytest.mark.parametrize("name", ["muon", "shampoo", "soap", "adafactor"])

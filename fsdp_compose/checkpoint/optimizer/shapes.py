@@ -34,6 +34,15 @@ def is_one_number(key: str, value: Tensor) -> bool:
     return value.numel() == 1 and key in _SCALARS and not is_sharded(value)
 
 
+def is_smaller(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether it is that of a number, or of a row or column, such as optimizers keep of ``whole``.
+
+    Those of a keepdim mean, or one number in a vector.
+    """
+    dims = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= max(len(whole), 1) and all(mine in (1, size) for mine, size in dims)
+
+
 class OwnedState(dict[str, Any]):
     """The state of one parameter, by key, on the rank that has all of it."""
 

@@ -59,6 +59,7 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     describe_blocks,
     gather_owned,
     is_one_number,
+    is_smaller,
 )
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
 from fsdp_compose.checkpoint.ranks import device_of, groups_of, meet_in, refuse_broadcast
@@ -397,7 +398,7 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
         if pieces is not None:
             want = tuple(pieces.shape)
         cut = is_sharded(value) and part.owner is None
-        if shape != want and (cut or (shape and key in ELEMENTWISE)):  # () is a number of its own
+        if shape != want and (cut or (key in ELEMENTWISE and not is_smaller(shape, want))):
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
         elif is_sharded(value) and (part.owner is not None or needs_gather(value, part.spec)):
             lone = describe_lone_slice(value)
@@ -428,13 +429,12 @@ def _number_parameters(
             numbers.append(number)
             number += 1
         names = [part.name for member in members for part in member.parts]
-        hyper = settings_of(group)
         saved = _find_settings(given, names, []) if members else settings_of(next(unused, {}))
         copied = map_values(Tensor.clone, saved)
         for key in [k for k, v in copied.items() if isinstance(v, Tensor) and k in group]:
             first = shared.setdefault(id(group[key]), copied[key])  # one of several groups stays so
             copied[key] = first if torch.equal(first, copied[key]) else copied[key]
-        param_groups.append({**hyper, **copied, "params": numbers})
+        param_groups.append({**settings_of(group), **copied, "params": numbers})
     extra = {k: v for k, v in given.items() if k not in ("state", "param_groups", LAYOUTS, NUMBERS)}
     return {**extra, "state": state, "param_groups": param_groups}
 
