@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from threading import get_ident
@@ -279,6 +279,24 @@ def answer_for(caller: Caller, groups: Iterable[Group]) -> None:
         _callers[group.pg] = weakref.ref(caller) if known() is None else _nobody
 
 
+@contextmanager
+def hearing(caller: Caller, head: Head, group: Group, purpose: str) -> Iterator[Heads]:
+    """Scope in which the others' answers to ``head`` are heard, which this rank sends.
+
+    Where something ends it first, as Ctrl-C does, the others may find this rank's head, and go on:
+    in the next scope for the same purpose their answers to that one are heard.
+    """
+    heads = _unanswered.pop(group.pg, None)
+    if heads is None or heads.purpose != purpose or heads.is_outdated():
+        heads = send_heads(caller, head, group, purpose)
+    try:
+        yield heads
+    except BaseException:
+        if not heads.is_outdated():
+            _unanswered[group.pg] = heads
+        raise
+
+
 def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
     """Before a collective that no step issues: raise unless every rank of the group calls it.
 
@@ -298,15 +316,8 @@ def meet_alone(group: Group, purpose: str, kind: str = "") -> None:
     caller: Caller | None = _callers.get(group.pg, _nobody)() or None
     if caller is not None:
         with caller.alone(purpose, kind or purpose) as head:
-            heads = _unanswered.pop(group.pg, None)
-            if heads is None or heads.purpose != purpose or heads.is_outdated():
-                heads = send_heads(caller, head, group, purpose)
-            try:
+            with hearing(caller, head, group, purpose) as heads:
                 have_met = heads.check()
-            except BaseException:
-                if not heads.is_outdated():
-                    _unanswered[group.pg] = heads
-                raise
         if not have_met:
             raise RuntimeError(
                 f"rank {dist.get_rank()} was to {purpose}, but the ranks have ended this step in "

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsdp_compose.base.group import Group
 from fsdp_compose.comm.collectives import gather_objects, hear, is_point_to_point, tell
 from fsdp_compose.comm.counts import epoch_of
-from fsdp_compose.comm.heads import Heads, meet_to_call, send_heads
+from fsdp_compose.comm.heads import Heads, hearing, meet_to_call
 from fsdp_compose.comm.messages import describe_error, first_error
 from fsdp_compose.core.guards.collective_log import DISCARDED, Log, StepDiscarded, code_of
 from fsdp_compose.optim.matrices import Matrix
@@ -71,11 +71,17 @@ class Link:
             return
         code = code_of("owner_step", purpose)
         head = (code, 0, 0, code_of(*missing) if missing else 0, 0, 0, 0, 0)
-        log.events.append((code, "step", "owner_step", purpose))
-        heads = send_heads(log, head, group, purpose)
-        rows = heads.rows()
-        heads.compare(heads.sent, [_replace_missing(row, head[_MISSING]) for row in rows])
-        log.events.pop()
+        event = (code, "step", "owner_step", purpose)
+        log.events.append(event)
+        try:
+            with hearing(log, head, group, purpose) as heads:
+                rows = heads.rows()
+                heads.compare(
+                    heads.sent, [_replace_missing(row, heads.sent[_MISSING]) for row in rows]
+                )
+        finally:
+            if log.events and log.events[-1] is event:  # ranks that differ forget all events
+                log.events.pop()
         if any(row[_MISSING] != head[_MISSING] for row in rows):
             raise _missing_gradient(gather_objects(list(missing), group, "owner_step"), group.ranks)
 

@@ -110,12 +110,11 @@ def _list_params(params: Any) -> list[Any]:
 
 
 def _share_failures(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the step, and have the other ranks hear what it, or a hook around it, raises."""
+    """Have the other ranks hear what a step, or a hook around it, raises."""
     hooked = Optimizer.profile_hook_step(step)
 
     @wraps(hooked)
     def call(self: OwnerOptimizer, *args: Any, **kwargs: Any) -> Any:
-        self._steps += 1
         with self._links.tell_failures():
             return hooked(self, *args, **kwargs)
 
@@ -143,7 +142,7 @@ class OwnerOptimizer(Optimizer):
         self, params: Params, make: Callable[[list[dict[str, Any]]], Optimizer], work: Work
     ) -> None:
         self._matrices: list[Matrix] = []
-        self._steps = 0
+        self._steps = self._compared = 0  # that ended; after how many settings were compared
         self._shown: list[dict[str, Any] | None] = []  # of each matrix, its state as it was shown
         super().__init__(params, {})
         self._build(make, work)
@@ -202,7 +201,7 @@ class OwnerOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Matrices come first: their copies have the plain parameters of the optimizer's copy.
-        own = ("_matrices", "_links", "_steps", "_shown", "optimizer")
+        own = ("_matrices", "_links", "_steps", "_compared", "_shown", "optimizer")
         return {**{name: vars(self)[name] for name in own}, **super().__getstate__()}
 
     @property
@@ -243,9 +242,10 @@ class OwnerOptimizer(Optimizer):
                 loss = closure()
         check_matrices(self._matrices)
         with torch.no_grad():
-            if 1 < self._steps <= 1 + _WATCHED_STEPS:
+            if self._compared < self._steps <= _WATCHED_STEPS:
                 settings = list_settings(self.param_groups)
                 self._links.compare_settings(type(self.optimizer).__name__, settings)
+                self._compared = self._steps  # once, also where this step is begun again
             self._hand_over()
             self._links.meet("begin a step of owner_step", self._matrices)
             try:
@@ -253,6 +253,7 @@ class OwnerOptimizer(Optimizer):
                 self._step_own()
                 self._links.meet("end a step of owner_step")
                 return_matrices(self._matrices)
+                self._steps += 1
             finally:
                 release_matrices(self._matrices)
                 self._take_back()

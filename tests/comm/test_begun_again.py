@@ -157,6 +157,40 @@ def test_a_step_of_owners_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_ranks(ranks)
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_one_owner_begins_its_step_again(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, which did not hear of Ctrl-C on one rank, go on when it comes back to them."""
+    wait, left = heads.wait_for, set[int]()
+
+    def wait_or_stop(works: Any, peers: Any, purpose: str, *rest: Any) -> None:
+        if dist.get_rank() in left and purpose == "begin a step of owner_step":
+            left.discard(1)
+            raise KeyboardInterrupt
+        wait(works, peers, purpose, *rest)
+
+    monkeypatch.setattr(heads, "wait_for", wait_or_stop)
+
+    def ranks(rank: int) -> None:
+        model, plain = by_block(seeded(Tower)), seeded(Tower)
+        optim, wanted = fc.owner_step(matrices(model), sgd), sgd(matrices(plain))
+        began = here.clock.now()
+        for current in range(6):
+            step(model, rank)
+            plain.zero_grad()
+            sum(square(plain, data(0, r)) / 2 for r in range(2)).backward()
+            if current == number and rank == 1:
+                left.add(rank)
+                with pytest.raises(KeyboardInterrupt):
+                    optim.step()
+            optim.step()
+            wanted.step()
+        assert here.clock.now() - began < 5.0
+        for found, value in zip(matrices(model), matrices(plain), strict=True):
+            torch.testing.assert_close(whole(found), value)
+
+    simulate_ranks(ranks)
+
+
 def test_a_gather_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a later step, whose heads are the same, ranks gather what the weights are by then."""
     pairs, left = transports.send_pairs, set[int]()
