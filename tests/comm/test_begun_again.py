@@ -12,6 +12,7 @@ import torch.distributed as dist
 import fsdp_compose as fc
 from fsdp_compose.base.process import here
 from fsdp_compose.comm import heads, messages, transports, uneven
+from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.simulation.network import Network
 from fsdp_compose.simulation.scheduler import SimulatedThread
 
@@ -155,6 +156,34 @@ def test_a_step_of_owners_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(whole(found), value)
 
     simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("stopped", [{1}, {0, 1}])
+def test_ctrl_c_as_ranks_say_what_differs(
+    stopped: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disagreement is over with it: what was sent before is not read in the next step."""
+    exchange, left = Log._exchange, {*stopped}
+
+    def exchange_and_stop(log: Log, *args: Any) -> Any:
+        reports = exchange(log, *args)
+        if dist.get_rank() in left:
+            left.discard(dist.get_rank())
+            raise KeyboardInterrupt
+        return reports
+
+    monkeypatch.setattr(Log, "_exchange", exchange_and_stop)
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.train()
+        with pytest.raises(KeyboardInterrupt if rank in stopped else RuntimeError):
+            CALLS["norm" if rank else "state_dict"](twin.model, rank)
+        for _ in range(3):
+            twin.train()
+
+    simulate_ranks(ranks)
+    assert not left
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
