@@ -7,6 +7,7 @@ its own: a signal reaches a rank once, through the launcher, together with its c
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -50,7 +51,7 @@ class _Ranks:
     """The running ranks, and one queue in which everything that happens to them arrives."""
 
     events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
     readers: list[threading.Thread] = field(default_factory=list)
 
@@ -65,9 +66,10 @@ def launch(
 ) -> int:
     """Run ``nproc`` ranks of a Python script on this machine and return one exit code.
 
-    Rank 0 inherits stdin, stdout and stderr, so a progress bar stays one; what the others write
-    is forwarded by line behind ``[rank k]``. When a rank fails it is named on stderr with its exit
-    code or signal, the others are terminated, and its code is returned (128 + n for signal n).
+    Rank 0 inherits stdin, and the terminal for stdout and stderr, so a progress bar stays one. What
+    it writes elsewhere is forwarded by line as it is, and what the others write behind
+    ``[rank k]``, so that no line breaks another. When a rank fails it is named on stderr with its
+    exit code or signal, the others are terminated, and its code is returned (128 + n for signal n).
     Ctrl-C interrupts every rank and returns 130; a rank that has not ended 5 seconds later,
     or at a second Ctrl-C, is killed. Call it from the main thread.
 
@@ -79,7 +81,6 @@ def launch(
         raise ValueError(f"nproc must be at least 1, found {nproc}")
     base = dict(os.environ if env is None else env)
     base.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
-    base.setdefault("PYTHONUNBUFFERED", "1")
     base.pop(AGENT_STORE, None)
     base |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -151,15 +152,16 @@ def _signals_to(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 
 def _start(ranks: _Ranks, rank: int, command: list[str], env: dict[str, str]) -> None:
-    pipe = None if rank == 0 else subprocess.PIPE
+    out, err = (
+        None if rank == 0 and sink.isatty() else subprocess.PIPE
+        for sink in (sys.stdout, sys.stderr)
+    )
     process = subprocess.Popen(
         command,
-        env=env,
+        env=env if out is None else {"PYTHONUNBUFFERED": "1"} | env,  # a terminal shows each line
         stdin=None if rank == 0 else subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
+        stdout=out,
+        stderr=err,
         start_new_session=True,
     )
     ranks.processes.append(process)
@@ -176,13 +178,17 @@ def _start(ranks: _Ranks, rank: int, command: list[str], env: dict[str, str]) ->
             ranks.readers.append(reader)
 
 
-def _forward(rank: int, source: IO[str], sink: TextIO) -> None:
+def _forward(rank: int, source: IO[bytes], sink: TextIO) -> None:
     encoding = sink.encoding or "utf-8"  # in which not all that a rank writes can be said
-    with source:
-        for line in source:
-            text = line.rstrip().encode(encoding, "backslashreplace").decode(encoding)
+    as_it_is = getattr(sink, "buffer", None) if rank == 0 else None  # a notebook's has none
+    with io.TextIOWrapper(source, errors="surrogateescape", newline="") as lines:
+        for line in lines:
             with suppress(BrokenPipeError):  # as `head` leaves it; ranks still write
-                sink.write(f"[rank {rank}] {text}\n")
+                if as_it_is is not None:
+                    as_it_is.write(line.encode(lines.encoding, "surrogateescape"))
+                else:
+                    text = line if rank == 0 else f"[rank {rank}] {line.rstrip()}\n"
+                    sink.write(text.encode(encoding, "backslashreplace").decode(encoding))
                 sink.flush()
 
 

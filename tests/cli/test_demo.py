@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import pty
 import re
 import runpy
 import signal
@@ -56,7 +58,10 @@ def script(tmp_path):
 
     def write(*lines: str) -> Path:
         path = tmp_path / "script.py"
-        head = ["import os, signal, sys, time", "rank = int(os.environ['RANK'])"]
+        head = [
+            "import os, signal, sys, time; from pathlib import Path",
+            "rank = int(os.environ['RANK'])",
+        ]
         path.write_text("\n".join([*head, *lines]) + "\n")
         return path
 
@@ -218,7 +223,7 @@ def test_run_gives_ranks_environment_and_arguments(script):
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')",
         "found = [*map(os.environ.get, names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:]]",
         "found += [os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev]  # only rank 0 is typed to",
-        "sys.stdout.write(' '.join(map(str, found)) + '\\n')",  # at once: print writes in pieces
+        "print(*found)",
         "print(int(os.environ['OMP_NUM_THREADS']) >= 1, file=sys.stderr)",
     )
     done = cli("run", "--nproc", "2", path, "--steps", "3", "--", "x")
@@ -235,7 +240,44 @@ def test_what_the_terminal_cannot_show_is_escaped(script, monkeypatch):
     path = script("if rank == 1: os.write(1, b'caf\\xc3\\xa9 \\xff\\n' * 9000)")
     done = cli("run", "--nproc", "2", path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[rank 1] caf\\xe9 \\ufffd\n" * 9000
+    assert done.stdout == "[rank 1] caf\\xe9 \\udcff\n" * 9000
+
+
+def test_no_line_breaks_another(script):
+    """One that rank 0 writes in pieces stays whole, and what is no text stays as it is."""
+    path = script(
+        "met = Path(__file__).with_suffix('.met')",
+        "while rank == 1 and not met.exists(): time.sleep(0.01)",
+        "if rank == 1: print('between')",
+        "if rank == 0: os.write(1, b'first \\xff'); met.touch(); time.sleep(0.5)",
+        "if rank == 0: os.write(1, b' last\\r\\n'); os.write(1, b'no end')",
+    )
+    words = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", str(path)]
+    done = subprocess.run(words, capture_output=True, cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"[rank 1] between\nfirst \xff last\r\nno end"
+
+
+def test_progress_is_forwarded_as_it_goes(script):
+    """A bar that returns to the start of its line is seen before that line has ended."""
+    path = script("for k in range(3): print(f' {k}', end='\\r')", "time.sleep(60)")
+    with background("run", "--nproc", "1", path) as launcher:
+        assert launcher.stdout.readline(3) == " 0\n"  # universal newlines
+        launcher.send_signal(signal.SIGINT)
+
+
+def test_rank_0_has_the_terminal(script, monkeypatch):
+    """It can show a bar, and prints its lines whole; the others are forwarded."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    path = script("sys.stdout.write(f'{rank} {sys.stdout.isatty()} {sys.stdout.write_through}\\n')")
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "fsdp_compose", "run", "--nproc", "2", str(path)]
+    done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    said = os.read(ours, 1000).decode().split("\r\n")
+    assert sorted(said) == ["", "0 True False", "[rank 1] 1 False True"]
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_ranks_started_by_a_rank_of_torchrun_meet(script, monkeypatch):
