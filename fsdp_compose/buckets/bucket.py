@@ -173,7 +173,7 @@ class Views:
     Attributes:
         params: by entry, the object that holds its slice.
         own: this rank's part of ``full``.
-        nbytes: of ``full``.
+        nbytes: of ``full`` while it is gathered.
         storage: the identity of the storage of ``full``.
         whole_bytes: ``full`` as uint8.
         part_bytes: ``full`` as uint8, by rank.
@@ -357,11 +357,6 @@ class Bucket:
     def gathered_nbytes(self) -> int:
         """Bytes that gathering it allocates."""
         return 0 if self.in_place else self.views.nbytes
-
-    @property
-    def full_nbytes(self) -> int:
-        """The bytes of ``full`` while it is gathered."""
-        return self.views.nbytes
 
 
 def alias(base: torch.Tensor, offset: int, spec: ShardSpec) -> torch.Tensor:

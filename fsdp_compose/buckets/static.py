@@ -53,7 +53,7 @@ class PlaceLease:
 
 def place_full(bucket: Bucket, place: Place, start: int) -> None:
     """Have a bucket that is not gathered be gathered at ``start`` of ``place`` from now on."""
-    nbytes, device = bucket.full_nbytes, bucket.mesh.device
+    nbytes, device = bucket.views.nbytes, bucket.mesh.device
     with torch.inference_mode(False), torch.no_grad():
         bucket.full = place.part(start, nbytes, device).view(bucket.full.dtype)
         storage = bucket.full.untyped_storage()

@@ -275,7 +275,7 @@ class _Recorder:
         if name == "wait":
             if id(unit) in self.gathers:
                 gathered, of, since = self.gathers.pop(id(unit))
-                nbytes = sum(bucket.full_nbytes for bucket in gathered.gathered)
+                nbytes = sum(bucket.views.nbytes for bucket in gathered.gathered)
                 self.add("gather", gathered, of, since, end, nbytes)
                 self.add("wait", unit, phase, start, end)
             self.computing.append((unit, phase))
@@ -310,7 +310,7 @@ class _Recorder:
         gathered = packed = 0
         for bucket in [bucket for known in self.units.values() for bucket in known.buckets]:
             if not bucket.in_place and bucket.phase is not Phase.SHARDED:
-                gathered += bucket.full_nbytes
+                gathered += bucket.views.nbytes
             if bucket.grads is not None:
                 packed += bucket.grads.flat.untyped_storage().nbytes()
         if unit is None or phase == "forward":  # reductions have arrived, or were cleared

@@ -240,7 +240,7 @@ def test_low_bit_bases_are_cut_in_bytes_and_never_cast() -> None:
         by_block(model, mp_policy=MixedPrecision(param_dtype=torch.bfloat16))
         packed = model.blocks[0].up.packed
         buckets = [b for u in units(model) for b in u.buckets if shard_of(b).dtype == torch.uint8]
-        assert [b.full_nbytes for b in buckets] == [32]  # 21 bytes, and 16 per rank at the least
+        assert [b.views.nbytes for b in buckets] == [32]  # 21 bytes, and 16 per rank at the least
         square(model, data(0, rank, dtype=torch.float32)).backward()
         model.to(torch.bfloat16)
         square(model, data(0, rank, dtype=torch.bfloat16)).backward()

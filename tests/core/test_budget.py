@@ -210,7 +210,7 @@ def flat_bytes(model: nn.Module) -> int:
 
 
 def largest(model: nn.Module) -> Unit:
-    return max(units(model), key=lambda u: sum(b.full_nbytes for b in u.buckets))
+    return max(units(model), key=lambda u: sum(b.views.nbytes for b in u.buckets))
 
 
 class Watch(TorchDispatchMode):
@@ -250,7 +250,7 @@ def test_at_most_two_units_are_gathered(prefetch: Prefetch, mixed: bool) -> None
             assert gathered_bytes(model) == flat_bytes(model) == 0
             optim.step()
             optim.zero_grad()
-            aP = sum(b.full_nbytes for b in largest(model).buckets)
+            aP = sum(b.views.nbytes for b in largest(model).buckets)
             rP = sum(b.layout.numel * 8 for b in largest(model).buckets)
             depth = 2 if prefetch.forward else 1
             assert seen.gathered <= depth * aP, "more than two units are gathered"

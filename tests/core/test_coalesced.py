@@ -276,7 +276,7 @@ def test_each_bucket_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     trained = [bucket for bucket in unit.buckets if bucket.grads is not None]
     for phase, buckets in (("gather", unit.gathered), ("reduce", trained)):
         lines = [r.message for r in caplog.records if f"{phase} blocks.0:" in r.message]
-        sizes = [f"{bucket.full_nbytes} bytes" for bucket in buckets]
+        sizes = [f"{bucket.views.nbytes} bytes" for bucket in buckets]
         assert len(lines) == len(sizes) == (4 if phase == "gather" else 3)
         assert all(size in line for size, line in zip(sizes, lines))
         ranges = [event.name for event in profile.events() if f"{phase} blocks.0" in event.name]

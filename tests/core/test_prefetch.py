@@ -123,7 +123,7 @@ def test_a_rule_is_told_next_units_and_bytes_held() -> None:
             for _ in range(2):
                 asked.clear()
                 square(model, data(0, rank))
-        root, block = [sum(b.full_nbytes for b in u.buckets) for u in units(model)[:2]]
+        root, block = [sum(b.views.nbytes for b in u.buckets) for u in units(model)[:2]]
         assert asked == [
             (["blocks.0", "blocks.1"], block, root),
             (["blocks.1", "blocks.2"], block, root + block),

@@ -56,7 +56,7 @@ def test_between_forward_and_backward() -> None:
         assert found.gathered == ("Tower",)
         root = unit_of(found, "Tower")
         assert root.phase == "gathered" and root.reasons == ("kept for backward",)
-        assert root.gathered == units(model)[0].buckets[0].full_nbytes
+        assert root.gathered == units(model)[0].buckets[0].views.nbytes
         assert "stay gathered until backward, or the next forward: 'Tower'" in found.next[0]
         assert "torch.no_grad(), or call reshard(module)" in found.next[0]
         loss.backward()
@@ -196,7 +196,7 @@ def test_what_is_spread_over_fewer_ranks() -> None:
         model = one_unit(seeded(Tower), reshard_after_forward=2)
         loss = square(model, data(0, rank))
         (unit,) = explain(model).units
-        assert unit.spread == units(model)[0].buckets[0].full_nbytes // 2 and not unit.gathered
+        assert unit.spread == units(model)[0].buckets[0].views.nbytes // 2 and not unit.gathered
         loss.backward()
         assert explain(model).units[0].spread == 0
 
