@@ -289,6 +289,43 @@ def test_a_backward_inside_ends_no_wait() -> None:
         torch.testing.assert_close(whole(grad), other)
 
 
+@pytest.mark.parametrize("with_unit", [False, True], ids=["penalty", "penalty and a forward"])
+def test_a_backward_inside_is_a_gradient_of_its_own(with_unit: bool) -> None:
+    """Hooks get it apart from that of the backward around it, which is reduced at that time."""
+
+    class Between(torch.autograd.Function):
+        """Trains the second layer in its backward, once the gradient of that layer is there."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+            ctx.model = model
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            with torch.enable_grad():
+                loss = ctx.model.second.weight.square().sum()
+                if with_unit:
+                    loss = loss + ctx.model.first(torch.ones_like(grad)).sum()
+                loss.backward()
+            return grad, None
+
+    def ranks(rank: int) -> None:
+        found: list[list[Tensor]] = []
+        for each in (seeded(Pair), shard(seeded(Pair))):
+            seen: list[Tensor] = []
+            each.second.weight.register_hook(seen.append)
+            each.second(Between.apply(each.first(batch(0, 0)), each)).sum().backward()
+            seen.sort(key=lambda grad: float(grad.norm()))  # a reduction may come later
+            found.append([*seen, each.first.weight.grad, each.second.weight.grad])
+        wanted, mine = found
+        assert len(mine) == len(wanted) == 4
+        for grad, other in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(whole(grad), other)
+
+    simulate_ranks(ranks)
+
+
 def test_inside_no_sync_the_penalty_does_not_wait() -> None:
     """The forward's part waits for the reduction, with those of other microbatches."""
 

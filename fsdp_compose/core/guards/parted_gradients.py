@@ -65,7 +65,7 @@ def meet_unit(func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
 def _is_under_way(unit: Unit, entry: Entry) -> bool:
     """Whether this backward brings a gradient from the unit's forward that was not set yet."""
     engine, bucket = unit.engine, owner_of(entry)
-    if len(engine.tasks) > 1:
+    if engine.tasks.keys() - {graph_task_id()}:  # the gradient of a backward inside another
         return False
     if torch.is_grad_enabled():  # with a graph, it is set as the backward ends
         return any(entry in task.results for task in engine.tasks.values()) or brings_more(
@@ -93,7 +93,8 @@ def meet_leaves(
     Returns what is to be added to ``.grad`` now, with entries and parameters: not what waits for a
     part at its leaf.
     """
-    task, may_wait = graph_task_id(), len(unit.engine.tasks) == 1
+    task = graph_task_id()
+    may_wait = [*unit.engine.tasks] == [task]
     now: list[Entry] = []
     found: list[Tensor] = []
     for entry, grad in zip(entries, grads, strict=True):
