@@ -122,6 +122,24 @@ def test_ranks_of_other_groups_are_told(alone: int) -> None:
     assert any(f"rank {alone} wants to take the sum" in text for text in texts)
 
 
+def test_a_group_of_two_engines_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine would tell ranks of its other groups of what the other engine disagreed about."""
+    met: list[str] = []
+    hear = heads.hearing
+    monkeypatch.setattr(heads, "hearing", lambda *call: met.append(call[-1]) or hear(*call))
+
+    def ranks(rank: int) -> None:
+        mesh, hybrid = mesh_of_replicas(2, 2), fc.ShardingStrategy.HYBRID_SHARD
+        first = fc.fully_shard(nn.Linear(4, 4), init="broadcast", mesh=mesh["shard"])
+        first.weight.sum()
+        second = fc.fully_shard(nn.Linear(4, 4), init="broadcast", mesh=mesh, strategy=hybrid)
+        for model in (first, second):
+            model.weight.norm()
+
+    simulate_ranks(ranks, 4)
+    assert [purpose for purpose in met if "take" in purpose] == ["take the sum of 'weight'"] * 4
+
+
 def test_a_scope_that_one_rank_enters_again() -> None:
     """Its forward failed there, and the others are in their backward."""
 

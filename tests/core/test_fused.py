@@ -16,6 +16,7 @@ from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard
 from fsdp_compose.base import mesh as mesh_module
 from fsdp_compose.base import torch_private
 from fsdp_compose.base.process import here
+from fsdp_compose.comm.shared_memory import segments_of
 from fsdp_compose.construct.wrap import by_fn
 
 from harness import rank_errors, run_ranks
@@ -96,6 +97,8 @@ def test_state_is_cut_over_every_rank() -> None:
             assert sum(v.numel() for v in values) <= numel // 4
         kept = fc.explain(model)
         assert sum(u.weight_copies for u in kept.units) == numel // 2 * 8
+        for unit in units(model):  # ranks of one host need no messages for it
+            assert all(segments_of(bucket.mesh.shard) is not None for bucket in unit.buckets)
 
     run_ranks(ranks, 4)
 
