@@ -146,6 +146,30 @@ def test_ignored_experts_are_not_left_out(tmp_path: Path) -> None:
     run_ranks(ranks, 2)
 
 
+def test_owned_state_of_experts_of_one_name() -> None:
+    """What the owner of one expert counts is no state of another of that name, on other ranks."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    self.state[param]["count"] = self.state[param].get("count", 0) + 1
+
+    def ranks(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        torch.manual_seed(rank % 2)
+        expert = fc.fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=mesh["dp"])
+        model = fc.fully_shard(nn.Sequential(expert, nn.Linear(WIDTH, WIDTH)), init="broadcast")
+        optim = fc.owner_step([expert.weight], Counting)
+        for _ in range(1 + rank % 2):
+            expert.weight.grad = torch.ones_like(expert.weight)
+            optim.step()
+        count: int = fc.optim_state_dict(model, optim)["state"]["0.weight"]["count"]
+        return count
+
+    assert simulate_ranks(ranks, 4) == [1, 2, 1, 2]
+
+
 def test_experts_on_one_rank_only(tmp_path: Path) -> None:
     """A rank without experts takes part; exports name the ranks that have them."""
 

@@ -194,6 +194,20 @@ def test_local_state_wants_the_same_owners() -> None:
         assert error is not None and "cut elsewhere" in error
 
 
+def test_state_that_one_rank_lacks_is_refused() -> None:
+    """Ranks are sent what others own, and not what they were not given of slices."""
+
+    def body(rank: int) -> None:
+        run = Run("muon", 1).train(0)
+        state = fc.optim_state_dict(run.model, run.optims)
+        if rank:
+            del state["state"]["head.bias"]
+        with pytest.raises(RuntimeError, match=r"0 has 19 parameters' .* 1 has 18 parameters'"):
+            fc.load_optim_state_dict(run.model, run.optims, state)
+
+    simulate_ranks(body)
+
+
 @pytest.mark.parametrize("slices_first", [True, False])
 def test_state_between_owners_and_slices(slices_first: bool, tmp_path: Path) -> None:
     """Full state and checkpoints load into either; sharded state of owners says to take those."""
