@@ -121,7 +121,7 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
                 spec = (entry_of(param) or bucket.entries[0]).spec
                 log.steps.parameter = spec.unit, spec.fqn
                 del unknown[log]
-            if not unknown:
+            if not unknown and len(noted) == len(logs):
                 return
 
 

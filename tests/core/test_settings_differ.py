@@ -19,7 +19,7 @@ from fsdp_compose.core.state import iter_units
 from fsdp_compose.sharded import to_local
 
 from harness import run_ranks, simulate_ranks
-from models import Tower, adamw, by_block, data, seeded, sgd, square
+from models import Tower, adamw, by_block, data, mesh_of_replicas, seeded, sgd, square
 from watching import compare_as_on_a_device
 
 FOUND = r"settings that differ between ranks: parameter 'first.weight' of unit .* stepped with lr="
@@ -78,6 +78,32 @@ def test_any_setting_of_any_group(name: str, value: Any) -> None:
             train(model, optims, rank, 1)
 
     run_ranks(ranks)
+
+
+def test_a_second_optimizer_over_two_groups() -> None:
+    """Of each optimizer, whatever stepped before it, the ranks of each group compare settings."""
+
+    def ranks(rank: int) -> None:
+        mesh = mesh_of_replicas(2, 2)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer, name in zip(model, ("shard", "replicate"), strict=True):
+            fc.fully_shard(layer, init="broadcast", mesh=mesh[name])
+        names = dict(model.named_parameters())
+        optims = [
+            sgd([p for n, p in names.items() if n.endswith(kind)]) for kind in ("bias", "weight")
+        ]
+        optims[1].param_groups[0]["lr"] = 0.1 + mesh.get_local_rank("replicate")
+
+        def step() -> None:
+            model(torch.ones(1, 4)).sum().backward()
+            for optim in optims:
+                optim.step()
+
+        step()
+        with pytest.raises(RuntimeError, match=r"'weight' .* lr=0\.1 on rank \d and lr=1\.1 on"):
+            step()
+
+    simulate_ranks(ranks, 4)
 
 
 def test_rates_that_one_rank_has_exchanged() -> None:
