@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import fsdp_compose as fc
 from fsdp_compose.core.guards.rank_differences import explain_settings
 from fsdp_compose.core.state import iter_units
+from fsdp_compose.optim import step_guard
 from fsdp_compose.sharded import to_local
 
 from harness import run_ranks, simulate_ranks
@@ -179,6 +180,20 @@ def test_optimizers_in_another_order_on_each_rank() -> None:
             train(model, optims, rank, 3)
 
     run_ranks(ranks)
+
+
+def test_one_parameter_tells_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Python runs for each parameter where one group of ranks shares all of them."""
+    seen: list[Any] = []
+    find = step_guard.bucket_of
+    monkeypatch.setattr(step_guard, "bucket_of", lambda param: seen.append(param) or find(param))
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        train(model, [sgd(model.parameters())], rank, 0)
+
+    simulate_ranks(ranks)
+    assert len(seen) == 2, "one on each rank"
 
 
 def test_what_the_same_settings_send() -> None:
