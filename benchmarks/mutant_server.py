@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 from mutant_tests import (
     CRASH,
+    FUZZER,
     HOME,
-    IMPORT,
     LIMIT,
     OF_FUZZER,
     UNWANTED,
@@ -213,7 +213,7 @@ class Server:
             try:
                 import fuzz  # noqa: F401
 
-                files = sorted(set(reach.files) - {"fuzzer"})
+                files = sorted(set(reach.files) - {FUZZER})
                 pytest.main(["-q", "-s", *UNWANTED, *files], plugins=[serving])
             finally:
                 os._exit(0)
@@ -253,7 +253,7 @@ def check_unchanged(server: Server) -> None:
 def false_killers(server: Server, killers: Iterable[str]) -> set[str]:
     """Tests that fail without any change, so that what they noticed is no mutant."""
     found: set[str] = set()
-    tests = sorted(set(killers) - {"", IMPORT, LIMIT, CRASH})
+    tests = sorted(server.reach.costs.keys() & set(killers))  # others are no tests
     while failed := server.first_to_fail(None, tests):
         tests = tests[tests.index(failed) + 1 :]
         found.add(failed)

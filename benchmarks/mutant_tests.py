@@ -29,14 +29,16 @@ from mutations import Mutant, marked
 
 TESTS = ROOT / "tests"
 sys.path.insert(0, str(TESTS))
-PACKAGE = "fsdp_compose.core"
-FOLDER = ROOT / "fsdp_compose" / "core"
+PACKAGE = ROOT / "fsdp_compose"
+FOLDER = PACKAGE / "core"
+OTHERS = "sharded", "optim", "scopes", "checkpoint"  # folders whose mutants --folder makes
 HOME = ROOT / "build" / "mutants"
 
 # What may notice a mutant: programs of the fuzzer by the size of their world, and files of tests.
 PROGRAMS = {1: range(12), 2: range(240), 3: range(12), 4: range(10)}
+FUZZER = "fuzzer"
 FILES = (
-    "tests/core", "tests/scopes", "tests/test_fuzz.py", "tests/construct", "tests/optim",
+    FUZZER, "tests/core", "tests/scopes", "tests/test_fuzz.py", "tests/construct", "tests/optim",
     "tests/report", "tests/simulation", "tests/comm", "tests/checkpoint", "tests/sharded",
     "tests/libraries",
 )  # fmt: skip
@@ -246,9 +248,11 @@ class Reach:
     def measure(self, folders: Sequence[str]) -> None:
         """Measure the tests of files that are new or changed since they were measured."""
         trees = {p: marked(name_in(p), parse(p), self._number) for p in self.sources}
-        fuzzer = "".join(path.read_text() for path in sorted(TESTS.glob("fuzz*.py")))
-        self._measure_each("fuzzer", repr(PROGRAMS) + fuzzer, trees, run_programs)
-        for path in [path for folder in folders for path in files_in(ROOT / folder)]:
+        if FUZZER in folders:
+            fuzzer = "".join(path.read_text() for path in sorted(TESTS.glob("fuzz*.py")))
+            self._measure_each(FUZZER, repr(PROGRAMS) + fuzzer, trees, run_programs)
+        paths = [files_in(ROOT / folder) for folder in folders if folder != FUZZER]
+        for path in chain.from_iterable(paths):
             name = str(path.relative_to(ROOT))
             run = lambda watch, name=name: pytest_run([name], watch)  # noqa: E731
             self._measure_each(name, path.read_text(), trees, run)
@@ -268,7 +272,7 @@ class Reach:
         seen = mmap.mmap(-1, len(self.statements))  # shared with what is forked from a test
 
         def work() -> dict[str, Any]:
-            builtins._seen = seen  # type: ignore[attr-defined]
+            builtins._marked = seen  # type: ignore[attr-defined]
             for path, tree in trees.items():
                 install(module_of(path), path, tree)
             watch = Watch(seen=seen)
@@ -390,8 +394,10 @@ def run_programs(watch: Watch) -> None:
 # Mutants
 
 
-def sources(guards: bool = False) -> list[Path]:
-    paths = FOLDER.rglob("*.py") if guards else FOLDER.glob("*.py")
+def sources(guards: bool = False, others: Iterable[str] = ()) -> list[Path]:
+    """The engine's files, with those of its guards, and those of other folders of the package."""
+    paths = [*(FOLDER.rglob("*.py") if guards else FOLDER.glob("*.py"))]
+    paths += [path for name in others for path in (PACKAGE / name).rglob("*.py")]
     return sorted(path for path in paths if path.name != "__init__.py")
 
 
@@ -404,15 +410,16 @@ def parse(path: Path) -> ast.Module:
 
 
 def name_in(path: Path) -> str:
-    return path.relative_to(FOLDER).as_posix()
+    """What a file is called: in the engine's folder, or in the package if it is in another."""
+    return path.relative_to(FOLDER if FOLDER in path.parents else PACKAGE).as_posix()
 
 
 def path_of(name: str) -> Path:
-    return FOLDER / name
+    return PACKAGE / name if name.split("/")[0] in OTHERS else FOLDER / name
 
 
 def module_of(path: Path) -> str:
-    return f"{PACKAGE}.{name_in(path).removesuffix('.py').replace('/', '.')}"
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def judge(

@@ -2,6 +2,7 @@
 
     python benchmarks/mutants.py --sample 300 --seed 0     # that many, drawn from all files
     python benchmarks/mutants.py --file schedule.py        # all mutants of one file
+    python benchmarks/mutants.py --folder optim            # not of the engine, of another folder
     python benchmarks/mutants.py --only-survivors          # further tests for those that survived
     python benchmarks/mutants.py --save                    # the table of what was run so far
 
@@ -41,6 +42,7 @@ from mutant_tests import (
     IMPORT,
     LIMIT,
     OF_FUZZER,
+    OTHERS,
     ROOT,
     History,
     Reach,
@@ -246,28 +248,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="mutants whose text contains this")
     parser.add_argument("--tests", nargs="+", default=(), help="run tests whose names begin so")
     parser.add_argument("--guards", action="store_true", help="the files of guards/ too")
+    parser.add_argument("--folder", action="append", choices=OTHERS, help="instead of the engine")
     parser.add_argument("--only-survivors", action="store_true", help="go on with further tests")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant")
     parser.add_argument("--minutes", type=float, help="end after so long; 0: the table alone")
     parser.add_argument("--map", nargs="*", metavar="FOLDER", help="measure tests; then end")
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    files = [name_in(path) for path in sources(options.guards)]
+    paths = sources(options.guards)
+    if options.folder:
+        paths = [path for path in sources(others=options.folder) if path not in paths]
+    files = [name_in(path) for path in paths]
     for name in options.file or ():
         if name not in files:
             parser.error(f"--file {name}: none of {', '.join(files)}")
     for folder in options.map or ():
-        if not (ROOT / folder).exists():
+        if folder not in FILES and not (ROOT / folder).exists():
             parser.error(f"--map {folder}: not there; give folders such as tests/core")
     import torch_first  # noqa: F401  # for all forks; not the package, which each has changed
 
     HOME.mkdir(parents=True, exist_ok=True)
-    reach = Reach(HOME / "reach.json", sources(guards=True))
+    reach = Reach(HOME / "reach.json", sources(guards=True, others=OTHERS))
     if options.map is not None or not reach.costs:
         reach.measure(options.map or FILES)
     if options.map is not None:
         return 0
-    trees = {name_in(path): parse(path) for path in sources(options.guards)}
+    trees = {name_in(path): parse(path) for path in paths}
     mutants = [mutant for name, tree in trees.items() for mutant in mutants_of(name, tree)]
     reasons, path = read_reasons(mutants), HOME / "outcomes.jsonl"
     done = read_outcomes(path)

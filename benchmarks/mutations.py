@@ -349,7 +349,7 @@ def _is_strict(word: ast.keyword) -> bool:
 
 
 def marked(file: str, tree: ast.Module, number_of: Any) -> ast.Module:
-    """``tree`` with ``_seen[n] = 1`` before each statement; ``number_of`` maps its key to n."""
+    """``tree`` with ``_marked[n] = 1`` before each statement; ``number_of`` maps its key to n."""
     _mark(file, [], tree, False, number_of)
     return ast.fix_missing_locations(tree)
 
@@ -364,7 +364,7 @@ def _mark(file: str, names: list[str], node: Any, is_inside: bool, number_of: An
             inner = [*names, statement.name] if hasattr(statement, "name") else names
             if is_inside and not is_docstring(statement):
                 number = number_of(statement_key(file, ".".join(names), statement))
-                mark = ast.parse(f"_seen[{number}] = 1").body[0]
+                mark = ast.parse(f"_marked[{number}] = 1").body[0]
                 made.append(ast.copy_location(mark, statement))
             is_function = isinstance(statement, FUNCTIONS)
             _mark(file, inner, statement, is_inside or is_function, number_of)

@@ -7,15 +7,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import mutants as tool
-from mutant_server import compiled, functions_of
-from mutant_tests import LIMIT, judge, name_in, parse, sources
+from mutant_server import compiled, false_killers, functions_of
+from mutant_tests import LIMIT, OTHERS, judge, module_of, name_in, parse, path_of, sources
 from mutations import mutants_of
 
 SMALL = '''
@@ -111,7 +112,9 @@ def test_functions_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_explained_mutants_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What explains a mutant that is not generated any more is refused."""
-    paths = sources(guards=True)
+    paths = sources(guards=True, others=OTHERS)
+    assert [path_of(name_in(path)) for path in paths] == paths
+    assert {"fsdp_compose.core.state", "fsdp_compose.optim.clip"} < {*map(module_of, paths)}
     mutants = [m for path in paths for m in mutants_of(name_in(path), parse(path))]
     assert len({m.key for m in mutants}) == len(mutants) > 1000
     assert all(reason.reason for reason in tool.read_reasons(mutants).values())
@@ -142,3 +145,7 @@ def test_what_fails_anyway_kills_nothing(tmp_path: Path) -> None:
     done = {name: {"mutant": name, "killer": name, "passed": []} for name in ("sound", "flaky")}
     tool.drop_false_kills(tmp_path / "outcomes", done, {"flaky"})
     assert tool.read_outcomes(tmp_path / "outcomes") == done == {"sound": done["sound"]}
+    server: Any = SimpleNamespace(reach=SimpleNamespace(costs={"sound": 1.0, "flaky": 1.0}))
+    server.first_to_fail = lambda mutant, tests: "flaky" if "flaky" in tests else ""
+    killers = ["", LIMIT, "test_small.py at collection", "sound", "flaky"]
+    assert false_killers(server, killers) == {"flaky"}
