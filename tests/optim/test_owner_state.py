@@ -63,9 +63,12 @@ class Rows(torch.optim.Optimizer):
         self.total += 1
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                mean = self.state[p].setdefault("exp_avg_sq", p.new_zeros(len(p), 1))
-                mean.lerp_(p.grad.square().mean(1, keepdim=True), 0.1)
-                p.sub_(p.grad / mean.sqrt(), alpha=0.1 / self.total)
+                self.update(p, p.grad, self.state[p])
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        mean = state.setdefault("exp_avg_sq", p.new_zeros(len(p), 1))
+        mean.lerp_(grad.square().mean(1, keepdim=True), 0.1)
+        p.sub_(grad / mean.sqrt(), alpha=0.1 / self.total)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "total": self.total}
@@ -75,12 +78,31 @@ class Rows(torch.optim.Optimizer):
         self.total = state_dict["total"]
 
 
-def test_what_an_optimizer_keeps_beside_state(tmp_path: Path) -> None:
-    """It is saved and loaded with the state of rows, which has another shape than the parameter."""
+class Picked(Rows):
+    """Momentum of every third element, in a vector, as SPAM has it of those under its mask."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        chosen = torch.arange(p.numel()).view(p.shape) % 3 == 0
+        mean = state.setdefault("exp_avg", torch.zeros_like(p[chosen]))
+        p[chosen] -= 0.1 * mean.lerp_(grad[chosen], 0.1)
+
+
+class Projected(Rows):
+    """Momentum of two numbers for each column, as GaLore has it."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        sides = torch.arange(2.0 * len(p), dtype=p.dtype).view(2, -1).sin()
+        mean = state.setdefault("exp_avg", p.new_zeros(2, p.shape[1]))
+        p.sub_(sides.T @ mean.lerp_(sides @ grad, 0.1), alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", [Rows, Picked, Projected])
+def test_state_of_its_own_shape_and_beside(kind: type[Rows], tmp_path: Path) -> None:
+    """What an optimizer keeps beside state is saved, and state of another shape than torch's."""
 
     def build(seed: int = 0) -> tuple[nn.Module, Any]:
         model = by_block(seeded(Tower, seed=seed))
-        return model, fc.owner_step(matrices(model), lambda groups: Rows(groups, {}))
+        return model, fc.owner_step(matrices(model), lambda groups: kind(groups, {}))
 
     def step(model: nn.Module, optim: Any, seed: int) -> None:
         gradients(model, seed)

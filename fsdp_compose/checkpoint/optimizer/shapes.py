@@ -9,6 +9,7 @@ blocks, accumulators of rows) is cut where the parameter is, counted in blocks.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,16 @@ def is_one_number(key: str, value: Tensor) -> bool:
     return value.numel() == 1 and key in _SCALARS and not is_sharded(value)
 
 
-def is_smaller(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether it is that of a number, or of a row or column, such as optimizers keep of ``whole``.
+def has_own_shape(part: Part, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether optimizers keep state of ``shape`` for a parameter of shape ``whole``.
 
-    Those of a keepdim mean, or one number in a vector.
+    That of a number, or of a row or column: of a keepdim mean, or one number in a vector. An owner
+    also has elements that were chosen, in a vector, and projections: no more in any dimension.
     """
+    if part.owner is not None and shape:
+        limits = (math.prod(whole),) if len(shape) == 1 else whole
+        if len(shape) == len(limits) and all(map(operator.le, shape, limits)):
+            return True
     dims = zip(reversed(shape), reversed(whole), strict=False)
     return len(shape) <= max(len(whole), 1) and all(mine in (1, size) for mine, size in dims)
 

@@ -58,8 +58,8 @@ from fsdp_compose.checkpoint.optimizer.shapes import (
     add_state_of_others,
     describe_blocks,
     gather_owned,
+    has_own_shape,
     is_one_number,
-    is_smaller,
 )
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE, watch_optimizer
 from fsdp_compose.checkpoint.ranks import device_of, groups_of, meet_in, refuse_broadcast
@@ -398,7 +398,7 @@ def _find_misfits(part: Part, values: Mapping[str, Any], given: Mapping[str, Any
         if pieces is not None:
             want = tuple(pieces.shape)
         cut = is_sharded(value) and part.owner is None
-        if shape != want and (cut or (key in ELEMENTWISE and not is_smaller(shape, want))):
+        if shape != want and (cut or (key in ELEMENTWISE and not has_own_shape(part, shape, want))):
             found.append(f"{key!r} of {part.name!r} has global shape {shape}; wanted {want}")
         elif is_sharded(value) and (part.owner is not None or needs_gather(value, part.spec)):
             lone = describe_lone_slice(value)
