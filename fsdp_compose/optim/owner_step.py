@@ -56,7 +56,9 @@ def owner_step(
 
     Updates are bit-equal to one process's from the same gradients, where the optimizer draws no
     random numbers and looks at one matrix at a time: one that pairs them (LoRA-RITE) finds
-    gradients of those that this rank owns, and skips the others without a word. With
+    gradients of those that this rank owns, and skips the others without a word. So does one whose
+    step takes a number over several and does not keep it (the mean square of Ranger21 and Adai, the
+    norm by which LAMB may clip): give such optimizers ``model.parameters()``. With
     ``granularity="tensor"`` nothing is communicated, for more padding; at the default nothing is
     padded, and a step moves three times this rank's part of the matrices, in two exchanges per
     mesh: see ``plan``. Of matrices that tensor parallelism split, whole or cut, owners of the parts

@@ -237,7 +237,10 @@ def _in_optimizer(name: str) -> str:
         "plain 1-D slices. These are right where each element is updated by itself, and wrong "
         "without an error where an optimizer takes norms, means or sums of a parameter (LAMB, "
         "LARS, Adafactor, Muon, Shampoo) or of all parameters (Prodigy, D-Adaptation, which "
-        f"owner_step refuses too). {_COPIES}"
+        "owner_step refuses too). owner_step is wrong without an error where a step takes one "
+        "number over several parameters and does not keep it (Ranger21, Adai, clipping by one norm "
+        "in the step): such an optimizer is for model.parameters(), whose sums and norms are of "
+        f"all ranks, or for a model that is not sharded. {_COPIES}"
     )
 
 

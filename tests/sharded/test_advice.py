@@ -104,6 +104,7 @@ def test_in_an_optimizer_owner_step_is_named() -> None:
         text = refusal(Whitening(model.parameters()).step)
         says(text, "Whitening", "fsdp_compose.owner_step(params, lambda groups: Whitening(groups")
         says(text, "local_parameters(model)", "wrong without an", "Prodigy", "LAMB", "sends")
+        says(text, "owner_step is wrong without an error", "Ranger21", "is for model.parameters()")
         matrices = [p for p in model.parameters() if p.ndim == 2]
         says(refusal(torch.optim.Muon(matrices).step), "owner_step", "Muon(groups")
         for made in (Covering, Addressing):
