@@ -286,8 +286,10 @@ class OwnerOptimizer(Optimizer):
         """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = {n for n, matrix in zip(numbers, self._matrices, strict=False) if matrix.is_mine}
-        kept = {n: values for n, values in state_dict["state"].items() if n in own}
-        if own and state_dict["state"] and not kept:
+        saved = state_dict["state"]
+        numbered = {n for n in saved if not isinstance(n, str)}
+        kept = {n: values for n, values in saved.items() if n in own or n not in numbered}
+        if own and numbered and not numbered & own:
             raise RuntimeError(
                 "owner_step: the state that is to be loaded is of parameters that other ranks "
                 "own: state_dict() holds those of one rank. Save with save_checkpoint or "
@@ -318,6 +320,9 @@ class OwnerOptimizer(Optimizer):
         for matrix in self._matrices:
             if matrix.is_mine and matrix.plain in self.optimizer.state:
                 self.state[matrix.param] = self.optimizer.state[matrix.plain]
+        everything: dict[Any, Any] = dict(self.optimizer.state)
+        beside = {k: v for k, v in everything.items() if not isinstance(k, Tensor)}
+        self.state.update(beside)  # of no parameter: saving refuses it by its name
         self._shown = [self.state.get(matrix.param) for matrix in self._matrices]
 
 

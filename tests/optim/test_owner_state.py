@@ -371,6 +371,30 @@ def test_the_codebooks_and_a_round_trip() -> None:
         assert (back - values).abs().max() < 0.06 * values.abs().max()
 
 
+class Counting(Rows):
+    """Counts its steps in the state, under a name that is no parameter, as SPAM does."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        self.state["steps"] = self.total
+        super().update(p, grad, state)
+
+
+def test_state_of_no_parameter_is_refused() -> None:
+    """Saved without it, an optimizer would begin it anew; its own state dict has it."""
+
+    def run(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = fc.owner_step(matrices(model), lambda groups: Counting(groups, {}))
+        gradients(model, 0)
+        optim.step()
+        with pytest.raises(TypeError, match=r"keeps state under 'steps', which is no parameter"):
+            fc.optim_state_dict(model, optim)
+        optim.load_state_dict(optim.state_dict())
+        assert optim.optimizer.state["steps"] == optim.state["steps"] == 1
+
+    simulate_ranks(run, 2)
+
+
 def test_state_after_undo_is_refused() -> None:
     """Each rank would give the state of what it owned, as if that were all of it."""
 
