@@ -18,7 +18,16 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
-from fsdp_compose import apply, fully_shard, load_state_dict, refresh, undo, wrap
+from fsdp_compose import (
+    apply,
+    flat_parameters,
+    fully_shard,
+    load_state_dict,
+    local_parameters,
+    refresh,
+    undo,
+    wrap,
+)
 from fsdp_compose.core.guards import partly_run
 from fsdp_compose.core.state import Unit
 
@@ -222,6 +231,33 @@ def test_a_call_between_passes(call: Any, cleared: bool) -> None:
             square(module, data(0, 0)).backward()
         for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(whole(found.grad), wanted.grad)
+
+    simulate_ranks(ranks)
+
+
+@pytest.mark.parametrize("plain_over", [flat_parameters, local_parameters])
+def test_plain_parameters_were_cleared(plain_over: Any) -> None:
+    """``zero_grad()`` of an optimizer over plain parameters counts: no gradient is left."""
+
+    def ranks(rank: int) -> None:
+        plain, model = seeded(Tower), by_block(seeded(Tower))
+        optims = [sgd(plain.parameters()), sgd(plain_over(model))]
+        outer: Any = model
+        outer.stops = 0
+        model.head.register_forward_pre_hook(partial(stop, model))
+        for step in range(3):
+            for optim, module in zip(optims, (plain, model), strict=True):
+                optim.zero_grad()
+                if step == 1 and module is model:
+                    outer.stops = 1
+                    with pytest.raises(KeyboardInterrupt):
+                        model(data(step, rank))
+                    optim.zero_grad()
+                square(module, data(step, 0)).backward()
+                optim.step()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(found), wanted)
+        assert_at_rest(model)
 
     simulate_ranks(ranks)
 

@@ -20,6 +20,7 @@ from fsdp_compose.core.gathering import install_leaves
 from fsdp_compose.core.guards.callers import is_on_stack
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.partly_run import close_forward
+from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.saved_tensors import unshield
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.schedule import Hold
@@ -92,7 +93,9 @@ def clear_interrupted(engine: Engine, caller: str = "") -> None:
 
 def find_uncleared(engine: Engine) -> str | None:
     """The error text where parameters that modules did not hold have gradients; said once."""
-    shown = [entry for unit in engine.units if unit.run.showing for entry in unit.entries]
+    units = [unit for unit in engine.units if unit.run.showing]
+    share_plain_gradients(units)  # an optimizer over plain parameters may have cleared them
+    shown = (entry for unit in units for entry in unit.entries)
     with raw():
         kept = next((entry for entry in shown if get_grad(entry.param) is not None), None)
     if kept is None:
