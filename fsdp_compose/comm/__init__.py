@@ -8,6 +8,7 @@ Files, each importing only from those above it:
     sums         adds up what ranks bring to a sum
     waiting      says for whom and for what a rank waits
     posted       messages that may not be over, and their memory
+    calls_left   a rank that leaves a call says so
     counts       what ranks have sent so far, so that two tries never meet
     messages     any picklable object between the ranks of a group
     mail         small messages between ranks of one host

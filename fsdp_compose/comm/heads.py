@@ -129,7 +129,8 @@ class Heads:
 
     def wait(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived."""
-        if here.looks and get_ident() in here.looks:  # what ends the wait, and it may begin again
+        # What this thread looks at ends the wait, which may go on later, where it looks no more.
+        if self.aside is not None or (here.looks and get_ident() in here.looks):
             if self.aside is None or self.aside.failure is not None:
                 self.aside = WaitAside(self.works, self.peers, self.purpose)
             self.aside.wait()

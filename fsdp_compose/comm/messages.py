@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import GATHER_OPTIONS, all_gather_single, default_store
+from fsdp_compose.base.torch_private import GATHER_OPTIONS, all_gather_single
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.comm import waiting
+from fsdp_compose.comm.calls_left import leave_call, raise_if_left
 from fsdp_compose.comm.counts import epoch_of, number_outside
-from fsdp_compose.comm.posted import begin_rounds, end_rounds, forget, post
+from fsdp_compose.comm.posted import be_patient, begin_rounds, end_rounds, forget, post
 
 
 def is_point_to_point(group: Group) -> bool:
@@ -425,25 +426,15 @@ def is_on_all_ranks(error: BaseException | None) -> bool:
     return False
 
 
-def leave_call(group: Group, error: BaseException) -> None:
-    """Tell the ranks that wait in the same call that this one has left it.
-
-    Their messages on this group would no longer meet; it must not be used again.
-    """
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    try:
-        default_store().set(group.note, f"rank {dist.get_rank()} left {group.purpose}: {reason}")
-    except (RuntimeError, ValueError):
-        pass  # the rank that keeps the store has died, which the others notice
-
-
 class WaitAside:
     """A thread waits for ``works``, so that this one can cease to, and come back to it later."""
 
     def __init__(self, works: Sequence[Any], peers: Sequence[int], purpose: str) -> None:
         self.failure: BaseException | None = None
         self._is_over = False
+        works, self._timeout = be_patient(works)
         self._waits = works, peers, purpose, _STUCK
+        self._end = here.clock.now() + self._timeout
         name = f"wait to {purpose}"
         self._thread = here.clock.thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -469,14 +460,22 @@ class WaitAside:
         while not self._have_come(pause):
             pause = min(2 * pause, 1.0)
             if group is not None:
-                _raise_if_left(group)
+                raise_if_left(group)
+            if here.clock.now() > self._end:
+                raise self._no_answer()
             look = here.looks.get(get_ident())
             if look is not None:
                 look()
         if self.failure is not None:
             if group is not None:
-                _raise_if_left(group)
+                raise_if_left(group)
             raise self.failure
+
+    def _no_answer(self) -> RuntimeError:
+        works, peers, purpose, advice = self._waits
+        late = [peer for work, peer in zip(works, peers, strict=True) if not work.is_completed()]
+        found = f"nothing has come or gone for {self._timeout:g} s, the timeout"
+        return no_answer(purpose, f"rank {late[0]}" if late else "another rank", advice, found)
 
     def _have_come(self, pause: float) -> bool:
         """Whether the works are done, within so many seconds."""
@@ -484,14 +483,3 @@ class WaitAside:
         if not self._thread.is_alive() and not self._is_over:
             here.clock.sleep(pause)  # after Ctrl-C in an earlier join Python takes it for ended
         return self._is_over
-
-
-def _raise_if_left(group: Group) -> None:
-    text = None
-    try:
-        if group.note and default_store().check([group.note]):
-            text = default_store().get(group.note).decode(errors="replace")
-    except (RuntimeError, ValueError):
-        pass  # the rank that keeps the store has died; the wait itself will tell
-    if text is not None:
-        raise RuntimeError(text)

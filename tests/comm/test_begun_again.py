@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.simulation.network import Network
 from fsdp_compose.simulation.scheduler import SimulatedThread
 
-from harness import simulate_ranks
+from harness import run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, data, seeded, sgd, square, whole
 from structured import matrices
 
@@ -244,3 +249,45 @@ def test_a_gather_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             twin.train()
 
     simulate_ranks(ranks)
+
+
+def test_a_call_given_up_closes_no_connection() -> None:
+    """Nobody waits for what Ctrl-C ended; so its timeout ends nothing of what comes later."""
+
+    def ranks(rank: int) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=4))
+        model = by_block(seeded(Tower), mesh=group)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(messages, "_swap_bytes", lambda *args: signal.raise_signal(2))
+            else:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                fc.refresh(model)
+        time.sleep(4.0)
+        fc.refresh(model)
+        step(model, rank)
+
+    run_ranks(ranks, 2, timeout=40)
+
+
+def test_a_call_left_by_ctrl_c_is_heard() -> None:
+    """A rank that leaves ``fully_shard`` by Ctrl-C, and trains, hears the others at once."""
+
+    def ranks(rank: int) -> None:
+        twin, began = Twin(rank, 2, Tower), time.monotonic()
+        twin.train(steps=1)
+        if rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                by_block(seeded(Tower))
+        else:
+            time.sleep(1.0)
+        with pytest.raises(RuntimeError, match="ranks were interrupted at different moments"):
+            twin.train()
+        assert time.monotonic() - began < 15.0
+        twin.train()
+
+    run_ranks(ranks, 2, timeout=30)
