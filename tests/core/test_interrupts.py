@@ -235,6 +235,31 @@ def test_a_call_between_passes(call: Any, cleared: bool) -> None:
     simulate_ranks(ranks)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_interrupt_between_two_lines(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit that nobody holds any more, and that was not released yet, does not stay gathered."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+        twin.train()
+        work, left = units(twin.model)[0].engine.schedule.work, number
+        release = work.release
+
+        def stop_or_release(unit: Unit) -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+            release(unit)
+
+        monkeypatch.setattr(work, "release", stop_or_release)
+        with pytest.raises(KeyboardInterrupt):
+            twin.model(data(0, rank))
+        twin.train()
+
+    simulate_ranks(ranks)
+
+
 @pytest.mark.parametrize("plain_over", [flat_parameters, local_parameters])
 def test_plain_parameters_were_cleared(plain_over: Any) -> None:
     """``zero_grad()`` of an optimizer over plain parameters counts: no gradient is left."""
