@@ -55,6 +55,7 @@ __all__ = [
     "RankError",
     "RankFailure",
     "RankTimeout",
+    "cell",
     "fake_world",
     "rank_errors",
     "run_ranks",
@@ -198,6 +199,16 @@ def simulate_ranks(
     from fsdp_compose import simulate
 
     return simulate(lambda: fn(dist.get_rank(), *args, **kwargs), world_size)
+
+
+@contextlib.contextmanager
+def cell(*names: object) -> Iterator[None]:
+    """Names the turn of a loop in what fails in it: several cells of a test in one fork."""
+    try:
+        yield
+    except Exception as error:
+        where = ", ".join(map(str, names))
+        raise AssertionError(f"in {where}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from harness import (
     GRACE,
     RankFailure,
     RankTimeout,
+    cell,
     fake_world,
     rank_errors,
     run_ranks,
@@ -329,6 +330,11 @@ def test_subgroups_and_a_device_mesh_work() -> None:
         return x.item()
 
     assert run_ranks(fn, 4) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_a_cell_is_named_by_what_fails_in_it() -> None:
+    with pytest.raises(AssertionError, match=r"^in blocks, 3: ValueError: no$"), cell("blocks", 3):
+        raise ValueError("no")
 
 
 def test_a_test_that_never_ends_is_killed(tmp_path: Path) -> None:

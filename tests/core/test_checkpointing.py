@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +14,16 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from fsdp_compose import ShardingStrategy, fully_shard, wrap
 from fsdp_compose.base.process import here
 
-from harness import run_ranks, simulate_ranks
+from harness import cell, run_ranks, simulate_ranks
 from models import (
     SHARDS,
     WIDTH,
     Checkpointed,
+    Forward,
     Ledger,
     Twin,
     by_block,
     data,
-    one_unit,
     seeded,
     square,
     train_twin,
@@ -30,10 +31,22 @@ from models import (
 )
 
 
+def train_each_way(
+    build: Callable[[], nn.Module], forward: Forward = square, steps: int = 3
+) -> None:
+    """Trains a twin with a unit for each block, and one that is a single unit."""
+
+    def ranks(rank: int) -> None:
+        for name, shard in SHARDS.items():
+            with cell(name):
+                Twin(rank, 2, build, shard).train(forward, steps)
+
+    run_ranks(ranks)
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
 @pytest.mark.parametrize("frozen", ["all blocks", "one block", "some parameters"])
-@pytest.mark.parametrize("shard", ["blocks", "one"])
-def test_checkpointing_inside_frozen_units(frozen: str, reentrant: bool, shard: str) -> None:
+def test_checkpointing_inside_frozen_units(frozen: str, reentrant: bool) -> None:
     """A frozen unit is recomputed too when a gradient passes through it."""
 
     def build() -> nn.Module:
@@ -48,7 +61,7 @@ def test_checkpointing_inside_frozen_units(frozen: str, reentrant: bool, shard: 
             )
         return model
 
-    train_twin(build, shard=SHARDS[shard])
+    train_each_way(build)
 
 
 WHERE = ["outside", "inside", "pairs", "nested", "root"]
@@ -56,9 +69,8 @@ WHERE = ["outside", "inside", "pairs", "nested", "root"]
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("shard", ["blocks", "one"])
-def test_checkpointing(where: str, reentrant: bool, shard: str) -> None:
-    train_twin(lambda: Checkpointed(where, reentrant), shard=SHARDS[shard])
+def test_checkpointing(where: str, reentrant: bool) -> None:
+    train_each_way(lambda: Checkpointed(where, reentrant))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
@@ -211,8 +223,7 @@ def test_two_checkpointed_forwards_then_one_backward(where: str, reentrant: bool
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         return square(model, x) + (model(x * 2) * model(-x)).mean()
 
-    train_twin(lambda: Checkpointed(where, reentrant), forward, steps=2)
-    train_twin(lambda: Checkpointed(where, reentrant), forward, one_unit, steps=2)
+    train_each_way(lambda: Checkpointed(where, reentrant), forward, steps=2)
 
 
 def test_penalties_on_weights_in_a_checkpoint() -> None:
