@@ -81,7 +81,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", list(CONVERSIONS))
 @pytest.mark.parametrize("shard", list(EVERY_SHARD))
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_training_goes_on_as_that_of_the_plain_module(name: str, shard: str, world: int) -> None:
     change = CONVERSIONS[name]
 
