@@ -94,10 +94,8 @@ class Checker:
     def announce(self, unit: Member, reason: Hold) -> None:
         pass
 
-    def gather(self, unit: Member, is_first: bool) -> None:
-        if is_first != (unit.name not in self.full):
-            raise Broken(f"{unit.name} is held first, and {self.full.get(unit.name, 'released')}")
-        if is_first:
+    def gather(self, unit: Member) -> None:
+        if unit.name not in self.full:
             started = sum(
                 what.startswith("gather") for when, what in self.happened if when == "start"
             )

@@ -246,12 +246,9 @@ class _Checker:
     def announce(self, unit: Any, reason: Hold) -> None:
         self.note("announce", ("unit", unit.name), reason)
 
-    def gather(self, unit: Any, is_first: bool) -> None:
-        if is_first != (unit.name not in self.full):
-            raise Broken(f"{unit.name} is held first, and {self.full.get(unit.name, 'released')}")
-        if is_first:
-            self.full[unit.name] = "gathering"
-        self.note("gather", ("unit", unit.name), is_first)
+    def gather(self, unit: Any) -> None:
+        self.full.setdefault(unit.name, "gathering")
+        self.note("gather", ("unit", unit.name))
 
     def read(self, unit: int) -> None:
         if self.full.get(unit) != "gathered":

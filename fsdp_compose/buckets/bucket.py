@@ -258,7 +258,6 @@ class Users:
 
     unit: weakref.ref[Any] | None = None
     is_lent: bool = False  # whether it has had borrowers
-    holders: int = 0  # units that hold it gathered
     caller: Caller | None = None  # compares its collectives between ranks; None where none do
     views: WeakList | None = None  # that somebody kept from a forward, see kept_views.py
     borrowers = cached_property(lambda _: OrderedWeakSet[Any]())

@@ -38,7 +38,6 @@ Files, each importing only from those above it:
     guards/compared_units       which units ranks compare; what is forgotten where they differed
     guards/divisors             units over different numbers of ranks
     guards/plain_gradients      gradients that an optimizer over plain parameters cleared
-    guards/interrupted_holds    units that Ctrl-C left between two lines of a release
     guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
     passes                      begins and ends a forward or backward pass
     guards/passed_units         units for whose parameters a backward does not ask

@@ -68,7 +68,7 @@ def enter_gathered(unit: Unit, trained: tuple[int, ...]) -> None:
     if run.calls == 1 and not is_open:
         try:
             _open_forward(unit, trained)
-        except BaseException:
+        except Exception:  # the next forward clears up what Ctrl-C leaves
             _abandon_forward(unit)
             raise
         if (hooks := saved_tensor_hooks()) is not None:

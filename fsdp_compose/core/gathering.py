@@ -38,7 +38,7 @@ from fsdp_compose.core.guards.recurrent_weights import show_recurrent
 from fsdp_compose.core.guards.scope_parameters import renew
 from fsdp_compose.core.guards.weight_versions import check_lent, is_outrun
 from fsdp_compose.core.schedule import Hold
-from fsdp_compose.core.state import Engine, Unit, unit_of
+from fsdp_compose.core.state import Engine, Unit, unit_of, units_with
 
 
 def announce(unit: Unit, reason: Hold) -> None:
@@ -48,11 +48,8 @@ def announce(unit: Unit, reason: Hold) -> None:
             _note(events, bucket, code, unit.name, reason._value_)
 
 
-def gather(unit: Unit, is_first: bool) -> None:
-    """Start gathering the unit's buckets; ``is_first``: nobody held the unit before."""
-    if is_first:
-        for bucket in unit.gathered:
-            bucket.users.holders += 1
+def gather(unit: Unit) -> None:
+    """Start gathering the unit's buckets that are released."""
     released: list[Bucket] = []
     for bucket in unit.gathered:
         if bucket.residence.moved or bucket.fill.is_superseded:
@@ -71,13 +68,13 @@ def release(unit: Unit) -> None:
     """
     failure: BaseException | None = None
     for bucket in unit.gathered:
-        bucket.users.holders -= 1
-        if bucket.users.holders == 0:
-            try:
-                _release(unit.engine, bucket)
-            except BaseException as error:  # such as Ctrl-C in a wait, which is over then
-                failure = error
-                _release(unit.engine, bucket)
+        if bucket.users.is_lent and any(user.holds for user in units_with(bucket)):
+            continue
+        try:
+            _release(unit.engine, bucket)
+        except BaseException as error:  # such as Ctrl-C in a wait, which is over then
+            failure = error
+            _release(unit.engine, bucket)
     if failure is not None:
         raise failure
 

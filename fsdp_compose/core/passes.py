@@ -23,11 +23,10 @@ from fsdp_compose.base.torch_private import (
     untraced,
 )
 from fsdp_compose.base.torch_stack import on_backward_end
-from fsdp_compose.core.gathering import forget_inner, install, install_leaves
+from fsdp_compose.core.gathering import forget_inner, install, install_leaves, release
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.inner_gradients import guard_hooks
-from fsdp_compose.core.guards.interrupted_holds import release_all
 from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywhere, note_users
 from fsdp_compose.core.guards.parted_gradients import add_held, forget_held, tell_late
 from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
@@ -252,8 +251,10 @@ def recover(engine: Engine, restored: Collection[Unit] = ()) -> None:
     forget_held(engine)
     recover_shields(engine)
     engine.retained.clear()
-    units = release_all(engine)
+    engine.schedule.fail(units := list(engine.units))
     for unit in units:
+        if not unit.holds:  # where Ctrl-C came just before its release
+            release(unit)
         unit.run = Run(showing=unit.run.showing, chosen=unit.run.chosen, live=end_live(unit))
         while unit.opened is not None and unit.opened.for_call:
             unit.opened = unit.opened.outer

@@ -101,8 +101,8 @@ class Work(Protocol[U_in, P_in]):
     def announce(self, unit: U_in, reason: Hold) -> None:
         """Say that the unit is about to be gathered; an error here leaves everything as it was."""
 
-    def gather(self, unit: U_in, is_first: bool) -> None:
-        """Start gathering the unit's buckets that are released; ``is_first``: nobody held it."""
+    def gather(self, unit: U_in) -> None:
+        """Start gathering the unit's buckets that are released."""
 
     def gathered_nbytes(self, unit: U_in) -> int:
         """Bytes that gathering the unit allocates."""
@@ -175,10 +175,9 @@ class Schedule(Generic[U, P]):
     def hold(self, unit: U, reason: Hold) -> None:
         """Start gathering the unit, and keep it gathered until ``reason`` is dropped."""
         self.work.announce(unit, reason)
-        is_first = not unit.holds
         unit.holds.add(reason)
         try:
-            self.work.gather(unit, is_first)
+            self.work.gather(unit)
         except BaseException:
             self.drop(unit, reason)
             raise

@@ -103,7 +103,7 @@ class _Ledger:
         self.users: dict[tuple[int, int], _Node] = {}  # of static buffers, who was last there
         count = len(self.buckets)
         self.schedule: Schedule[_Node, tuple[int, _Node]] = Schedule(self)
-        self.holders = [0] * count
+        self.holders: list[set[int]] = [set() for _ in range(count)]  # nodes
         self.is_full = [False] * count
         self.is_spread = [False] * count
         self.is_encoded = [False] * count  # gathered, and not decoded yet
@@ -153,9 +153,9 @@ class _Ledger:
         other = None if place is None else self.users.get(place)
         return other in (None, node) or not other.holds
 
-    def gather(self, node: _Node, is_first: bool) -> None:
+    def gather(self, node: _Node) -> None:
         for i in node.record.gathered:
-            self.holders[i] += is_first
+            self.holders[i].add(id(node))
             if not self.is_full[i]:
                 self.is_full[i], self.kept_in[i] = True, None
                 staged = self._staged_bytes(i)
@@ -206,7 +206,7 @@ class _Ledger:
 
     def release(self, node: _Node) -> None:
         for i in node.record.gathered:
-            self.holders[i] -= 1
+            self.holders[i].discard(id(node))
             if not self.holders[i] and self.is_full[i]:
                 self.is_full[i] = False
                 self._decode(i)

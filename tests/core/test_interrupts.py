@@ -26,6 +26,7 @@ from fsdp_compose import (
     local_parameters,
     refresh,
     undo,
+    unshard,
     wrap,
 )
 from fsdp_compose.core.guards import partly_run
@@ -236,26 +237,51 @@ def test_a_call_between_passes(call: Any, cleared: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_interrupt_between_two_lines(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit that nobody holds any more, and that was not released yet, does not stay gathered."""
+@pytest.mark.parametrize("call", ["gather", "release"])
+def test_an_interrupt_between_two_lines(
+    call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit that was held, and not gathered yet, can be; one held no more does not stay gathered.
+
+    The next step also leaves nothing gathered.
+    """
 
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, Tower)
         twin.train()
         work, left = units(twin.model)[0].engine.schedule.work, number
-        release = work.release
+        work_on = getattr(work, call)
 
-        def stop_or_release(unit: Unit) -> None:
+        def stop_or_work(*given: Any) -> None:
             nonlocal left
             left -= 1
             if left == -1:
                 raise KeyboardInterrupt
-            release(unit)
+            work_on(*given)
 
-        monkeypatch.setattr(work, "release", stop_or_release)
+        monkeypatch.setattr(work, call, stop_or_work)
         with pytest.raises(KeyboardInterrupt):
             twin.model(data(0, rank))
         twin.train()
+
+    simulate_ranks(ranks)
+
+
+def test_an_interrupt_as_a_unit_is_unsharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as held no more, and the next step leaves nothing gathered."""
+
+    def ranks(rank: int) -> None:
+        twin = Twin(rank, 2, Tower)
+
+        def stop_now(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        for unit in units(twin.model):
+            with monkeypatch.context() as patch:
+                patch.setattr(unit.engine.schedule.work, "gather", stop_now)
+                with pytest.raises(KeyboardInterrupt):
+                    unshard(unit.modules[0]())
+            twin.train(steps=1)
 
     simulate_ranks(ranks)
 

@@ -51,9 +51,9 @@ class StaticWork(EngineWork):
             self._place_of(lender)  # before a graph reads what it lends
         EngineWork.announce(unit, reason)
 
-    def gather(self, unit: Unit, is_first: bool) -> None:
+    def gather(self, unit: Unit) -> None:
         """As ``EngineWork.gather``; backward may read the unit's weights again."""
-        EngineWork.gather(unit, is_first)
+        EngineWork.gather(unit)
         for bucket in unit.gathered:
             if bucket.static is not None:
                 bucket.static.allow_reads(bucket)
