@@ -264,6 +264,7 @@ def test_progress_is_forwarded_as_it_goes(script):
     with background("run", "--nproc", "1", path) as launcher:
         assert launcher.stdout.readline(3) == " 0\n"  # universal newlines
         launcher.send_signal(signal.SIGINT)
+        launcher.communicate(timeout=60)
 
 
 def test_rank_0_has_the_terminal(script, monkeypatch):
