@@ -56,11 +56,11 @@ def stays_flat(what: str, action: Callable[[], Any], times: int) -> None:
     grown = {k: after[k] - before[k] for k in after if after[k] - before[k] >= times // 10}
     assert not grown, f"{what}: {times - times // 2} calls left {grown}"
     assert descriptors() <= files + 1, f"{what}: descriptors {files} -> {descriptors()}"
-    assert resident() <= memory + 2 * 2**20, f"{what}: memory grew by {resident() - memory} bytes"
+    assert resident() <= memory + 4 * 2**20, f"{what}: memory grew by {resident() - memory} bytes"
 
 
 def test_steps_and_state_dicts_leave_nothing(tmp_path: Path) -> None:
-    """400 steps and 350 state dicts of all sorts; two ranks, a tiny model."""
+    """800 steps and 700 state dicts of all sorts; two ranks, a tiny model."""
 
     def body(rank: int) -> None:
         trained = shard(model())
@@ -76,21 +76,21 @@ def test_steps_and_state_dicts_leave_nothing(tmp_path: Path) -> None:
             fc.save_checkpoint(tmp_path / "saved", trained, optim, checksum=False)
 
         step()
-        stays_flat("steps", step, 400)
-        stays_flat("module.state_dict", trained.state_dict, 150)
-        stays_flat("state_dict", lambda: fc.state_dict(trained), 80)
-        stays_flat("iter_full", lambda: dict(fc.iter_full(trained)), 50)
-        stays_flat("optim_state_dict", lambda: fc.optim_state_dict(trained, optim), 50)
-        stays_flat("save_checkpoint", save, 20)
+        stays_flat("steps", step, 800)
+        stays_flat("module.state_dict", trained.state_dict, 300)
+        stays_flat("state_dict", lambda: fc.state_dict(trained), 150)
+        stays_flat("iter_full", lambda: dict(fc.iter_full(trained)), 100)
+        stays_flat("optim_state_dict", lambda: fc.optim_state_dict(trained, optim), 100)
+        stays_flat("save_checkpoint", save, 40)
 
     run_ranks(body, 2, timeout=300)
 
 
 def test_builds_leave_nothing() -> None:
-    """250 models sharded, trained and dropped, every other one after ``undo``."""
+    """500 models sharded, trained and dropped, every other one after ``undo``."""
 
     def body(rank: int) -> None:
-        x, undone = torch.randn(2, 3), iter(range(250))
+        x, undone = torch.randn(2, 3), iter(range(500))
 
         def build() -> None:
             built = shard(model())
@@ -99,6 +99,6 @@ def test_builds_leave_nothing() -> None:
             if next(undone) % 2:
                 fc.undo(built)
 
-        stays_flat("builds", build, 250)
+        stays_flat("builds", build, 500)
 
     run_ranks(body, 1, timeout=120)
