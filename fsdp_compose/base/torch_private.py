@@ -442,7 +442,8 @@ def timeout_of(pg: dist.ProcessGroup) -> float:
     """Seconds that the ranks of a group wait for each other; torch's default where it is unsaid."""
     timeout: timedelta = _c10d.default_pg_timeout
     with suppress(AttributeError, RuntimeError):  # not every backend has options
-        backend: Any = pg._get_backend(pg._device_types[0])
+        is_listed = isinstance(pg, dist.ProcessGroup)  # what gloo_group makes is not
+        backend: Any = pg._get_backend(pg._device_types[0]) if is_listed else pg
         timeout = backend.options._timeout
     return timeout.total_seconds()
 
