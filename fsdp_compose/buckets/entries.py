@@ -19,12 +19,13 @@ from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.sharded import KEPT, is_sharded, spec_of, tag
 
-_ENTRY_KEY = "_fsdp_compose_entry"
+ENTRY_KEY = "_fsdp_compose_entry"
+"""Where a parameter has a weak reference to its entry, among its attributes."""
 
 
 def mark_entry(param: nn.Parameter, entry: Entry) -> None:
     """Note the entry on a parameter, or on a plain parameter over its slice."""
-    param.__dict__[_ENTRY_KEY] = weakref.ref(entry)
+    param.__dict__[ENTRY_KEY] = weakref.ref(entry)
 
 
 def give_slice(entry: Entry, param: nn.Parameter) -> None:
@@ -68,13 +69,13 @@ def find_entry(param: nn.Parameter) -> Entry:
 
 def entry_of(param: nn.Parameter) -> Entry | None:
     """The entry of a parameter; None if it lies in no bucket."""
-    ref = param.__dict__.get(_ENTRY_KEY)
+    ref = param.__dict__.get(ENTRY_KEY)
     return None if ref is None else ref()
 
 
 def forget_entry(param: nn.Parameter) -> None:
     """Remove the entry from a parameter that is plain again."""
-    param.__dict__.pop(_ENTRY_KEY, None)
+    param.__dict__.pop(ENTRY_KEY, None)
     param.__dict__ = dict(param.__dict__)
     if isinstance(param, DTensor):
         param._is_param = True
@@ -98,7 +99,7 @@ def refusal_of(entry: Entry, deterministic: int) -> Callable[[], str]:
     return explain
 
 
-_OURS = frozenset((_ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device", KEPT))
+_OURS = frozenset((ENTRY_KEY, "_shard_spec", "_is_param", "dtype", "device", KEPT))
 
 
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:

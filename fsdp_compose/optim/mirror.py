@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -23,9 +23,15 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.torch_private import leaf_hooks, raw
 from fsdp_compose.buckets.bucket import Bucket, Entry
-from fsdp_compose.buckets.entries import entry_of, mark_entry, refusal_of
+from fsdp_compose.buckets.entries import ENTRY_KEY, entry_of, mark_entry, refusal_of
 from fsdp_compose.core.guards.moved_parameters import shard_of
-from fsdp_compose.sharded import is_sharded_parameter, replace_grad, tag, to_local
+from fsdp_compose.sharded import (
+    SHARDED_PARAMETERS,
+    is_sharded_parameter,
+    replace_grad,
+    tag,
+    to_local,
+)
 
 Grad: TypeAlias = torch.Tensor | None
 Note: TypeAlias = weakref.ref[torch.Tensor] | None
@@ -92,8 +98,22 @@ def buckets_under(params: Iterable[torch.Tensor]) -> list[Callable[[], Bucket | 
     return list(dict.fromkeys(map(_get_bucket, filter(None, sources))))
 
 
+def find_buckets(
+    params: Sequence[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[Callable[[], Bucket | None] | None]]:
+    """Those of ``params`` in or over a bucket, and what gives it; no Python runs for each."""
+    sources = list(map(dict.get, map(_get_attributes, params), repeat(_SOURCE_KEY)))
+    sharded = list(compress(params, map(SHARDED_PARAMETERS.__contains__, map(type, params))))
+    refs = list(map(dict.get, map(_get_attributes, sharded), repeat(ENTRY_KEY)))
+    entries = list(map(weakref.ref.__call__, filter(None, refs)))
+    over, inside = compress(params, sources), compress(compress(sharded, refs), entries)
+    given = map(_get_bucket, filter(None, sources)), map(_get_owner, filter(None, entries))
+    return [*over, *inside], [*given[0], *given[1]]
+
+
 _get_attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 _get_bucket = attrgetter("bucket")
+_get_owner = attrgetter("owner")
 _get_tensor = weakref.ref.__call__
 
 

@@ -40,7 +40,7 @@ from fsdp_compose.base.torch_stack import below_dispatch, count_modes
 from fsdp_compose.optim.state_cut import check_plain_steps, check_state
 from fsdp_compose.optim.step_plan import Recorder, StepPlan, list_inputs
 from fsdp_compose.sharded import (
-    ShardedDTensor,
+    SHARDED_PARAMETERS,
     ShardedParameter,
     ShardedTensor,
     ShardSpec,
@@ -50,8 +50,7 @@ from fsdp_compose.sharded import (
 
 Hooked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
-_SHARDED: frozenset[type] = frozenset((ShardedParameter, ShardedDTensor))
-_TAKEN = _SHARDED | {Tensor, nn.Parameter}
+_TAKEN = SHARDED_PARAMETERS | {Tensor, nn.Parameter}
 _ELEMENTWISE: dict[Callable[..., Any], type[Optimizer]] = {
     step_function(kind): kind
     for kind in (
@@ -83,7 +82,7 @@ def hook_slice_step(optimizer: Optimizer) -> None:
     if _find_kind(optimizer) is None:
         return
     params = parameters_of(optimizer)
-    if _SHARDED.isdisjoint(map(type, params)):
+    if SHARDED_PARAMETERS.isdisjoint(map(type, params)):
         check_plain_steps(optimizer)
     else:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_step_slices)
@@ -163,7 +162,7 @@ def _make_empty(kind: type[Optimizer], optimizer: Optimizer) -> Optimizer:
 def _is_elementwise(optimizer: Optimizer, params: list[Any]) -> bool:
     """Whether the step computes on plain slices what it computes on sharded parameters."""
     kinds = set(map(type, params))
-    if not kinds <= _TAKEN or kinds.isdisjoint(_SHARDED):
+    if not kinds <= _TAKEN or kinds.isdisjoint(SHARDED_PARAMETERS):
         return False
     groups = (optimizer.defaults, *optimizer.param_groups)
     return not any(group.get("differentiable") for group in groups)
@@ -178,7 +177,7 @@ def cut_first_state(optimizer: Optimizer) -> None:
         return
     param: Any
     for param, values in optimizer.state.items():
-        spec = param._shard_spec if type(param) in _SHARDED else None
+        spec = param._shard_spec if type(param) in SHARDED_PARAMETERS else None
         parts = {
             key: part
             for key, value in values.items()
@@ -208,7 +207,7 @@ def _list_state(optimizer: Optimizer) -> list[Tensor] | None:
     found: list[Tensor] = []
     param: Any
     for param, values in optimizer.state.items():
-        spec = param._shard_spec if type(param) in _SHARDED else None
+        spec = param._shard_spec if type(param) in SHARDED_PARAMETERS else None
         for value in values.values():
             if type(value) is ShardedTensor:
                 if value._shard_spec is not spec and not _is_cut_alike(value._shard_spec, spec):
@@ -275,7 +274,7 @@ def _tag_state(optimizer: Optimizer) -> None:
     """Tag the state that a step made of slices as sharded, except numbers of shape ()."""
     param: Any
     for param, values in optimizer.state.items():
-        if type(param) in _SHARDED:
+        if type(param) in SHARDED_PARAMETERS:
             for value in values.values():
                 if type(value) is Tensor and value.ndim:
                     tag(value, param._shard_spec)

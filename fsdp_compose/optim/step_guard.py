@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.guards.units import list_all_units, list_nested
 from fsdp_compose.core.state import Engine, Unit, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
-from fsdp_compose.optim.mirror import bucket_of
+from fsdp_compose.optim.mirror import bucket_of, find_buckets
 from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
@@ -106,23 +106,26 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     logs = [log for engine in here.engines.values() for log in engine.logs.values()]
     if not logs:
         return
-    unknown: dict[object, Log] = {log: log for log in logs if log.steps.parameter is None}
-    noted: set[Log] = set()
-    with raw():
-        for param in parameters_of(optimizer):
-            bucket = bucket_of(param)
+    params, noted = parameters_of(optimizer), set[Any]()
+    for some in params[:1], params:  # the first says it for all where every unit has its groups
+        held, refs = find_buckets(some)
+        with raw():
+            trained = list(map(is_not, map(get_grad, held), repeat(None)))
+        pairs = zip(compress(refs, trained), compress(held, trained), strict=True)
+        first = dict([*pairs][::-1])
+        for ref in dict.fromkeys(refs):
+            bucket = None if ref is None else ref()
             log: Any = None if bucket is None else bucket.users.caller
             if bucket is None or log is None:
                 continue
             if log not in noted:
                 noted.add(log)
                 log.steps.settings[id(optimizer)] = take_settings(optimizer, log)
-            if log in unknown and get_grad(param) is not None:
-                spec = (entry_of(param) or bucket.entries[0]).spec
+            if log.steps.parameter is None and ref in first:
+                spec = (entry_of(first[ref]) or bucket.entries[0]).spec
                 log.steps.parameter = spec.unit, spec.fqn
-                del unknown[log]
-            if not unknown and len(noted) == len(logs):
-                return
+        if len(noted) == len(logs) and all(log.steps.parameter is not None for log in logs):
+            return
 
 
 def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:

@@ -62,6 +62,7 @@ from fsdp_compose.sharded.spec import (
     refuse_export,
 )
 from fsdp_compose.sharded.tensor import (
+    SHARDED_PARAMETERS,
     ShardedDTensor,
     ShardedParameter,
     ShardedTensor,
@@ -84,6 +85,7 @@ __all__ = [
     "ON_SLICES",
     "PRIVACY",
     "QUANTIZING",
+    "SHARDED_PARAMETERS",
     "STATE_KEY",
     "TENSOR_PARALLEL_FIRST",
     "Axis",

@@ -355,7 +355,8 @@ class ShardedDTensor(Dispatched, _Sharded, DTensor):  # type: ignore[misc, overr
         return to_local(self)
 
 
-SHARDED = frozenset((ShardedTensor, ShardedParameter, ShardedDTensor))
+SHARDED_PARAMETERS: frozenset[type] = frozenset((ShardedParameter, ShardedDTensor))
+SHARDED = SHARDED_PARAMETERS | {ShardedTensor}
 
 
 def is_sharded(tensor: object) -> TypeGuard[ShardedTensor]:
@@ -396,7 +397,7 @@ def set_local(tensor: Any, local: Tensor) -> None:
 
 def is_sharded_parameter(tensor: object) -> bool:
     """Whether it is a sharded parameter, not a gradient or a state."""
-    return type(tensor) in SHARDED and type(tensor) is not ShardedTensor
+    return type(tensor) in SHARDED_PARAMETERS
 
 
 def gather_part(tensor: Tensor) -> Tensor:
@@ -446,18 +447,9 @@ def rebuild_sharded(
     fqn, unit, shape, stride, offset = place
     shard_numel, rank, size, *rest = where
     group = Group(None, rank, size, "none", tuple(range(size)))
-    spec = ShardSpec(
-        fqn,
-        unit,
-        torch.Size(shape),
-        tuple(stride),
-        offset,
-        shard_numel,
-        group,
-        Residence(),
-        parallel=None if not rest or rest[0] is None else Parallel.from_plain(rest[0]),
-        is_own_file=True,
-    )
+    parallel = None if not rest or rest[0] is None else Parallel.from_plain(rest[0])
+    cut = torch.Size(shape), tuple(stride), offset, shard_numel
+    spec = ShardSpec(fqn, unit, *cut, group, Residence(), parallel=parallel, is_own_file=True)
     return _build(ShardedParameter if is_parameter else ShardedTensor, local, spec, requires_grad)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -329,8 +330,8 @@ class Many(nn.Module):
         return torch.stack([*self._parameters.values()]).mul(x).sum(0)
 
 
-def count_bytecodes(model: nn.Module) -> Counter[str]:
-    """What a step executes of this package, by function."""
+def count_bytecodes(step: Callable[[], None], model: nn.Module) -> Counter[str]:
+    """What the fourth ``step`` executes of this package, by function."""
     counts: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -341,25 +342,59 @@ def count_bytecodes(model: nn.Module) -> Counter[str]:
         return trace
 
     sys._getframe().f_trace_opcodes = True  # before settrace, for Python 3.12
-    for step in range(4):
-        sys.settrace(trace if step == 3 else None)
-        model(torch.ones(4)).sum().backward()
+    for index in range(4):
+        sys.settrace(trace if index == 3 else None)
+        step()
         sys.settrace(None)
         model.zero_grad()
     return counts
 
 
+def list_growing(
+    make_step: Callable[[int], tuple[Callable[[], None], nn.Module]],
+) -> dict[str, int]:
+    """What executes more of this package with 40 parameters than with 4, by function."""
+    few, many = (count_bytecodes(*make_step(count)) for count in (4, 40))
+    assert few
+    return {name: n - few[name] for name, n in many.items() if n - few[name] >= 36}
+
+
 def test_no_python_for_each_parameter() -> None:
     """In a steady state a unit of 40 parameters executes the bytecodes of one of 4."""
+
+    def make_step(count: int) -> tuple[Callable[[], None], nn.Module]:
+        many = nn.Sequential(Many(count), Many(count))
+        model = fully_shard(many, units=wrap.by_class({Many}))
+
+        return lambda: model(torch.ones(4)).sum().backward(), model
+
     with fake_world(2):
-        few, many = (
-            count_bytecodes(
-                fully_shard(nn.Sequential(Many(n), Many(n)), units=wrap.by_class({Many}))
-            )
-            for n in (4, 40)
-        )
-    more = {name: n - few[name] for name, n in many.items() if n - few[name] >= 36}
-    assert few and not more
+        assert not list_growing(make_step)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_no_python_for_parameters_elsewhere(is_sharded: bool) -> None:
+    """The guard's neither, where an optimizer has no parameter of another model's ranks."""
+
+    def make_step(count: int) -> tuple[Callable[[], None], nn.Module]:
+        model = Many(count)
+        if is_sharded:
+            fully_shard(model)
+        optimizer = sgd(model.parameters())
+
+        def step() -> None:
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+
+        return step, model
+
+    def ranks(rank: int) -> None:
+        other = fully_shard(Many(4), mesh=DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
+        other(torch.ones(4)).sum().backward()
+        growing = list_growing(make_step)
+        assert not [name for name in growing if "step_guard" in name or "mirror" in name]
+
+    run_ranks(ranks, 2)
 
 
 def count_calls(units: int) -> int:
