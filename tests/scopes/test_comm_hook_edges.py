@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 from fsdp_compose.base.group import SELF
 from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
-from fsdp_compose.scopes.comm_hooks import restore, snapshot
+from fsdp_compose.scopes.comm_hooks import forget_rounding, restore, snapshot
 
 from harness import fake_world, rank_errors, run_ranks, simulate_ranks
 from models import data, mesh_of_replicas, units
@@ -288,3 +288,28 @@ def test_a_hook_may_return_any_layout() -> None:
     given = GradBucket("unit", "unit", flat, [flat], SELF, SELF, 1.0, flat.dtype)
     turned = flat.view(2, 3).t().contiguous().t()
     assert run_hook(lambda state, grads: turned, None, given, False).tolist() == flat.tolist()
+
+
+def test_rounding_is_forgotten_of_one_unit_alone() -> None:
+    """A unit whose name begins with another's keeps what its own rounding has cost."""
+    model = fc.fully_shard(nn.Linear(2, 2))
+    (unit,) = units(model)
+    state = fc.Int8ErrorFeedback()
+    fc.register_comm_hook(model, state, fc.int8_error_feedback_hook)
+    state.errors |= {f"{unit.name}{end}/0": torch.ones(1) for end in ("", "0")}
+    forget_rounding(unit)
+    assert list(state.errors) == [f"{unit.name}0/0"]
+
+
+def test_another_rank_of_the_layout_is_not_restored() -> None:
+    """What one rank's hooks remember is of its own slices: another rank takes none of it."""
+
+    def ranks(rank: int) -> None:
+        model = nn.Linear(4, 4)
+        coded(model)
+        model(torch.ones(1, 4)).sum().backward()
+        saved: list[object] = [None, None]
+        torch.distributed.all_gather_object(saved, snapshot(model))
+        assert [restore(model, each) for each in saved] == [rank == 0, rank == 1]
+
+    simulate_ranks(ranks, 2)
