@@ -352,6 +352,25 @@ def test_the_wrong_place_is_an_error_that_names_both() -> None:
         assert "blocks.1" in str(error) and "blocks.2" in str(error)
 
 
+def test_a_result_that_is_dropped_is_told() -> None:
+    """A backward that does not reach what participate returned leaves its reduction out."""
+
+    def ranks(rank: int) -> None:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        for layer in model:
+            fully_shard(layer)
+        x = model[0](data(0, rank, 3, 4))
+        if rank:
+            participate(model[1])
+        else:
+            x = model[1](x)
+        x.sum().backward()
+
+    for error in rank_errors(ranks, 2):
+        assert error is not None and "run x = fsdp_compose.participate(unit, x)" in error
+        assert "have the loss depend on what that returns" in error
+
+
 def test_wrong_arguments() -> None:
     with single_process():
         with pytest.raises(ValueError, match="is not a unit and contains none"):

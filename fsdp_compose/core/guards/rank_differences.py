@@ -243,8 +243,9 @@ def explain_difference(step: int, reports: Sequence[tuple[int, list[Event]]]) ->
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
         "the same units in the same order: choose the branch alike on every rank, or let ranks "
-        "that skip a unit call fsdp_compose.participate(module) on it. Use the model, and gather "
-        "its parameters, in one thread, as two run in another order on each rank."
+        "that skip a unit run x = fsdp_compose.participate(unit, x) in its place, and have the "
+        "loss depend on what that returns. Use the model, and gather its parameters, in one "
+        "thread, as two run in another order on each rank."
     )
 
 
