@@ -46,7 +46,8 @@ def check_additions(unit: Unit) -> None:
                 break
         else:
             return
-    missing = find_missing(unit)
+    path = _find_path(unit)
+    missing = [(path + name, value) for name, value in find_missing(unit)]
     added = [name for name, value in missing if not is_sharded(value)]
     if added:
         raise RuntimeError(
@@ -63,6 +64,13 @@ def check_additions(unit: Unit) -> None:
             "Call fsdp_compose.refresh(model) on every rank."
         )
     remember(unit)
+
+
+def _find_path(unit: Unit) -> str:
+    """What a name in a unit of one module begins with in the model; "" for one of several."""
+    own = (entry for bucket in unit.buckets for entry in bucket.entries)
+    paths = (entry.spec.fqn.removesuffix(entry.names[0]) for entry in own)
+    return next(paths, "") if len(unit.modules) == 1 else ""
 
 
 def check_copy(unit: Unit, module: nn.Module) -> None:

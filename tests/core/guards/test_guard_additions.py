@@ -84,6 +84,25 @@ def test_parameters_added_at_any_depth_are_named() -> None:
     simulate_ranks(ranks)
 
 
+def test_additions_are_named_as_the_model_names_them() -> None:
+    """By the whole name, whether units were sharded before the model or with it."""
+
+    def ranks(rank: int) -> None:
+        for together in (True, False):
+            model = nn.Sequential(nn.Sequential(seeded(layer)), seeded(layer))
+            if not together:
+                fully_shard(model[0][0])
+            fully_shard(model, units=fc.wrap.by_class({nn.Linear}) if together else None)
+            model[0][0].extra = new()
+            assert added_names(model, rank) == "'0.0.extra'"
+            del model[0][0].extra
+            model[0][0].alias = model[0][0].weight
+            with pytest.raises(RuntimeError, match=r"names that they did not .*: '0\.0\.alias'\. "):
+                model(data(0, rank))
+
+    simulate_ranks(ranks)
+
+
 def test_frozen_additions_may_stay_until_they_train() -> None:
     """Each that is made trainable later is found, the second too; an empty place is none."""
 
