@@ -54,7 +54,4 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     copied.history.emptied = bucket.history.emptied
     for entry, old in zip(copied.entries, bucket.entries, strict=True):
         entry.slots = [copy_slot(slot, memo) for slot in old.slots if slot.module() is not None]
-        if old.layers:  # a scope shows it in full, which a copy of the model does not inherit
-            for slot in entry.slots:
-                slot.values[slot.name] = entry.param
     return copied

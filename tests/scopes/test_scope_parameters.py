@@ -167,6 +167,74 @@ def test_training_and_hooks_inside_scopes() -> None:
     run_ranks(check, 2)
 
 
+class TiedUnits(nn.Module):
+    """``first`` and ``last`` read one weight; each is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("scope", [unsharded, gathered, nested])
+@pytest.mark.parametrize("owner", ["first", "last"])
+def test_a_tie_of_units_is_copied_in_a_scope(scope: Callable[..., Any], owner: str) -> None:
+    """A deep copy that is made where parameters are whole trains as the model does."""
+
+    def train(model: nn.Module, ranks: list[int]) -> None:
+        optimizer = sgd(model.parameters())
+        for step in range(2):
+            batch = torch.cat([data(step, rank, 3, 4) for rank in ranks])
+            model(batch).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+
+    plain = seeded(TiedUnits)
+    train(plain, [0, 1])
+
+    def check(rank: int) -> None:
+        model = seeded(TiedUnits)
+        for name in (owner, "last" if owner == "first" else "first"):
+            fc.fully_shard(model.get_submodule(name))
+        with scope(model):
+            copied = copy.deepcopy(model)
+        assert copied.last.weight is copied.first.weight is not model.first.weight
+        assert all(map(is_sharded, copied.parameters()))
+        for each in copied, model:
+            train(each, [rank])
+            for ours, theirs in zip(each.parameters(), plain.parameters(), strict=True):
+                assert_close(whole(ours), theirs.detach())
+
+    simulate_ranks(check, 2)
+
+
+def test_a_copy_in_a_scope_keeps_what_replaced_a_tie() -> None:
+    """A parameter that took the place of one is in the copy too, which says so when it runs."""
+
+    def check(rank: int) -> None:
+        model = seeded(TiedUnits)
+        for module in model.first, model.last:
+            fc.fully_shard(module)
+        new, copies = nn.Parameter(torch.ones(4, 4, dtype=torch.float64)), []
+
+        def edit() -> None:
+            with gathered(model):
+                model.last.weight = new
+                copies.append(copy.deepcopy(model))
+
+        with pytest.raises(RuntimeError, match="was edited inside a scope"):
+            edit()
+        [copied] = copies
+        assert torch.equal(copied.last.weight, new)
+        with pytest.raises(RuntimeError, match=r"'weight' of unit .* was replaced"):
+            copied(data(0, rank, 3, 4))
+
+    simulate_ranks(check, 2)
+
+
 @pytest.mark.parametrize("outer", [unsharded, gathered])
 def test_flags_set_in_a_scope_hold_around_it(outer: Callable[..., Any]) -> None:
     def check(rank: int) -> None:

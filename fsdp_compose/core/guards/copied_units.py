@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_compose.base.unwritten import UnwrittenMark
-from fsdp_compose.buckets.bucket import Entry
+from fsdp_compose.buckets.bucket import Entry, Slot
 from fsdp_compose.buckets.copies import copy_bucket, copy_slot
 from fsdp_compose.comm.grad_bucket import has_state
 from fsdp_compose.core.records import Switches
@@ -54,7 +54,20 @@ def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
         if any(id(entry) in copied for entry in other.borrowed):
             other.borrowed = [copied.get(id(entry), entry) for entry in other.borrowed]
             other.link()
+    _place_slices(unit, copied, memo)
     return twin
+
+
+def _place_slices(unit: Any, copied: dict[int, Entry], memo: dict[int, Any]) -> None:
+    """Have copied modules read the copied slices of what a scope shows the original's in full."""
+    waiting: list[tuple[Slot, int]] = memo.setdefault(id(_place_slices), [])
+    for slot, index in unit.slots.items():
+        entry = unit.entries[index]
+        if entry.layers and slot.module() and slot.values.get(slot.name) is entry.held:
+            waiting.append((copy_slot(slot, memo), id(entry)))
+    for slot, key in waiting:
+        if key in copied:  # else of a unit that is not copied yet
+            slot.values[slot.name] = copied[key].param
 
 
 def _copy_switches(switches: Switches, memo: dict[int, Any]) -> Switches:
