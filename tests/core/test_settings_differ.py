@@ -183,17 +183,19 @@ def test_optimizers_in_another_order_on_each_rank() -> None:
 
 
 def test_one_parameter_tells_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Python runs for each parameter where one group of ranks shares all of them."""
-    seen: list[Any] = []
-    find = step_guard.bucket_of
-    monkeypatch.setattr(step_guard, "bucket_of", lambda param: seen.append(param) or find(param))
+    """No more is looked at where one group of ranks shares all parameters and the first trains."""
+    seen: list[int] = []
+    find = step_guard.find_buckets
+    monkeypatch.setattr(
+        step_guard, "find_buckets", lambda params: seen.append(len(params)) or find(params)
+    )
 
     def ranks(rank: int) -> None:
         model = by_block(seeded(Tower))
         train(model, [sgd(model.parameters())], rank, 0)
 
     simulate_ranks(ranks)
-    assert len(seen) == 2, "one on each rank"
+    assert seen == [1, 1], "one on each rank"
 
 
 def test_what_the_same_settings_send() -> None:
