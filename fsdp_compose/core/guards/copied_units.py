@@ -63,7 +63,8 @@ def _place_slices(unit: Any, copied: dict[int, Entry], memo: dict[int, Any]) -> 
     waiting: list[tuple[Slot, int]] = memo.setdefault(id(_place_slices), [])
     for slot, index in unit.slots.items():
         entry = unit.entries[index]
-        if entry.layers and slot.module() and slot.values.get(slot.name) is entry.held:
+        is_there = slot.module() is not None and slot.values.get(slot.name) is entry.held
+        if entry.layers and is_there:
             waiting.append((copy_slot(slot, memo), id(entry)))
     for slot, key in waiting:
         if key in copied:  # else of a unit that is not copied yet
