@@ -230,7 +230,7 @@ def unfreeze(model: nn.Module) -> None:
         (replace_weight, "down.weight"),
         (swap_module, "up.weight"),
         (swap_unit, "blocks.1.norm.weight"),
-        (add_bias, "'down.bias'"),
+        (add_bias, "'blocks.0.down.bias'"),
         (add_child, "'head.extra.weight'"),
         (add_next_to_another, "spare"),
         (unfreeze, "'head.scale'"),

@@ -169,4 +169,4 @@ def test_a_parameter_that_was_moved_is_named() -> None:
 
     for error in rank_errors(ranks, 2):
         assert error is not None and "'blocks.0': its modules have sharded" in error
-        assert "'spare'" in error and "fsdp_compose.refresh(model) on every rank" in error
+        assert "'blocks.0.spare'" in error and "fsdp_compose.refresh(model) on every rank" in error
