@@ -472,6 +472,9 @@ def below_modes() -> Iterator[None]:
         yield
 
 
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
+"""What a load left out: ``missing_keys`` and ``unexpected_keys``."""
+
 StorageInfo: type[Any] = filesystem._StorageInfo
 """Where the metadata of a checkpoint says that a piece lies: relative_path, offset, length."""
 

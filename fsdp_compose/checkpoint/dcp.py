@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.arguments import check_flags
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.torch_private import IncompatibleKeys
 from fsdp_compose.checkpoint.containers import OBJECTS, find_containers
 from fsdp_compose.checkpoint.contents import (
     Contents,
@@ -35,7 +36,7 @@ from fsdp_compose.checkpoint.contents import (
 from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
 from fsdp_compose.checkpoint.load_hooks import write_from_files
 from fsdp_compose.checkpoint.metadata import manifests, read_metadata, unless_replaced, verify
-from fsdp_compose.checkpoint.model import IncompatibleKeys, state_dict
+from fsdp_compose.checkpoint.model import state_dict
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdp_compose.base.arguments import check_flags, check_kind, check_positive
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.torch_private import IncompatibleKeys
 from fsdp_compose.checkpoint.contents import (
     Contents,
     contents_of,
@@ -32,7 +33,7 @@ from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
 from fsdp_compose.checkpoint.load_hooks import write_from_files
-from fsdp_compose.checkpoint.model import IncompatibleKeys, buffer_dtypes
+from fsdp_compose.checkpoint.model import buffer_dtypes
 from fsdp_compose.checkpoint.ranks import (
     begin_checkpoint_call,
     check_names,
@@ -294,7 +295,7 @@ def load_full(
         >>> save_full("whole", nn.Linear(2, 2))
         >>> model = fully_shard(nn.Linear(2, 2))
         >>> load_full("whole", model)
-        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+        <All keys matched successfully>
     """
     _check_format("load_full", format)
     check_flags("load_full", strict=strict, verify_files=verify_files)

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_compose.base.torch_private import IncompatibleKeys
 from fsdp_compose.checkpoint.contents import CHECKPOINTED, Contents, changes_what_it_loads
-from fsdp_compose.checkpoint.model import IncompatibleKeys, write
+from fsdp_compose.checkpoint.model import write
 
 _WANTS_WHOLE = "needs the whole of"
 """What a ``ShardedWeightError`` says, also where torch has put it into an error of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.group import Group, get_global_rank
+from fsdp_compose.base.torch_private import IncompatibleKeys
 from fsdp_compose.buckets.entries import find_entry
 from fsdp_compose.checkpoint import local
 from fsdp_compose.checkpoint.contents import (
@@ -91,13 +92,6 @@ class StateDictType:
             raise ValueError(
                 f"cpu_offload and rank0_only go with kind='full', not with {self.kind!r}."
             )
-
-
-class IncompatibleKeys(NamedTuple):
-    """What ``load_state_dict(strict=False)`` left out."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 def state_dict(
@@ -232,7 +226,7 @@ def load_state_dict(
     Example:
         >>> model = fully_shard(nn.Linear(3, 2))
         >>> load_state_dict(model, nn.Linear(3, 2).state_dict())
-        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+        <All keys matched successfully>
     """
     check_module("load_state_dict", module)
     check_flags("load_state_dict", strict=strict, broadcast_from_rank0=broadcast_from_rank0)

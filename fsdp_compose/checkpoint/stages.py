@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.torch_private import IncompatibleKeys
 from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.checkpoint.contents import (
     Contents,
@@ -28,7 +29,7 @@ from fsdp_compose.checkpoint.contents import (
     slots_to_load,
     visit_values,
 )
-from fsdp_compose.checkpoint.model import IncompatibleKeys, match
+from fsdp_compose.checkpoint.model import match
 from fsdp_compose.checkpoint.optimizer.nested import write_exactly
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of

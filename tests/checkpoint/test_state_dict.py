@@ -325,9 +325,12 @@ def test_not_strict_returns_what_it_left_out() -> None:
             keys = load()
             assert keys.missing_keys == ["blocks.1.bias"]
             assert keys.unexpected_keys == ["extra"]
+            assert str(keys) == str(model.load_state_dict(given, strict=False))
         full = state_dict(model)
         assert torch.equal(full["turned"], given["turned"])
         assert not torch.equal(full["blocks.1.bias"], bias)
+        whole = load_state_dict(model, TiedNet(2).state_dict())
+        assert str(whole) == "<All keys matched successfully>"
 
     run_ranks(run, 2)
 

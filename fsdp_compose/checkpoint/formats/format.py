@@ -99,7 +99,7 @@ class Format:
         ...             for n, t in found}
         >>> save_full("whole", nn.Linear(2, 2), format=Format(".pt", write, read))
         >>> load_full("whole", nn.Linear(2, 2), format=Format(".pt", write, read))
-        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+        <All keys matched successfully>
     """
 
     suffix: str
