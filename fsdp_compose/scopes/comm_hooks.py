@@ -22,6 +22,7 @@ from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.codecs import decode_blocks, encode_blocks
 from fsdp_compose.comm.grad_bucket import GradBucket, has_state
+from fsdp_compose.core.guards.failed_steps import clear_failed_steps
 from fsdp_compose.core.guards.microbatches import refuse_postponing
 from fsdp_compose.core.guards.units import list_all_units, require_units
 from fsdp_compose.core.state import Unit, iter_units
@@ -79,6 +80,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: CommHook | None) -> 
         refuse_postponing(units, "register_comm_hook")
     if isinstance(state, Int8ErrorFeedback):
         _check_names(units, state)
+    clear_failed_steps(units)
     for unit in units:
         unit.switches.comm_hook, unit.switches.comm_state = hook, state
         unit.switches.hook_name = _name_hook(hook, state)

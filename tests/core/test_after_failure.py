@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,21 @@ from torch import nn
 from torch.func import functional_call
 
 from fsdp_compose import (
+    GradBucket,
     MixedPrecision,
     ShardingStrategy,
+    accumulate,
+    default_hook,
     fully_shard,
+    get_state,
     load_checkpoint,
     load_state_dict,
+    no_sync,
     owner_step,
     refresh,
+    register_comm_hook,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
     state_dict,
 )
 from fsdp_compose.core import gathering
@@ -30,7 +38,7 @@ from fsdp_compose.core.guards import partly_run
 from fsdp_compose.sharded import is_sharded
 
 from harness import run_ranks, simulate_ranks
-from models import Checkpointed, Tower, Twin, by_block, data, seeded, square, whole
+from models import Checkpointed, Tower, Twin, by_block, data, seeded, square, units, whole
 
 
 class OnPurpose(Exception):
@@ -239,3 +247,54 @@ def test_errors_keep_no_model(call: Callable[[nn.Module], object]) -> None:
         assert found() is None
     finally:
         gc.enable()
+
+
+def reopen(scope: AbstractContextManager[None]) -> None:
+    with scope:
+        pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(set_requires_gradient_sync, value=False),
+        partial(set_requires_all_reduce, value=False),
+        lambda model: reopen(no_sync(model)),
+        lambda model: reopen(accumulate(model, keep="no_all_reduce")),
+        partial(register_comm_hook, state=None, hook=default_hook),
+    ],
+    ids=["sync", "all-reduce", "no_sync", "accumulate", "hook"],
+)
+def test_reductions_of_a_failed_step_end_before(change: Callable[[nn.Module], None]) -> None:
+    """Who changes how gradients are reduced changes it for the steps that come, not for that one.
+
+    On another rank a reduction of the failed step may have ended as it began.
+    """
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), strategy=ShardingStrategy.NO_SHARD)
+        fail_in_backward(model, rank)
+        engine = get_state(model).unit.engine
+        assert engine.reductions
+        change(model)
+        assert not engine.reductions
+
+    simulate_ranks(ranks, 2)
+
+
+def test_a_hook_gets_no_gradients_of_a_failed_step() -> None:
+    """It is called for the units of the next step, once each."""
+
+    def ranks(rank: int) -> None:
+        model, called = by_block(seeded(Tower)), list[str]()
+
+        def hook(state: object, grads: GradBucket) -> torch.Tensor:
+            called.append(grads.unit)
+            return default_hook(state, grads)
+
+        fail_in_backward(model, rank)
+        register_comm_hook(model, None, hook)
+        square(model, data(1, rank)).backward()
+        assert sorted(called) == sorted(unit.name for unit in units(model))
+
+    simulate_ranks(ranks, 2)
