@@ -253,3 +253,22 @@ def test_a_container_with_no_unit_around_it() -> None:
             assert_at_rest(model)
 
     simulate_ranks(ranks, 2)
+
+
+def test_a_container_that_the_last_step_left_out() -> None:
+    """Its units are joined in the order in which they ran when they ran last."""
+
+    def ranks(rank: int) -> None:
+        experts = [seeded(Backwards).double() for _ in range(2)]
+        for expert in experts:
+            for part in (expert.first, expert.last):
+                fully_shard(part)
+        for seed, chosen in enumerate([0, 1, 1, 0, 1, 0]):
+            if rank == 1 and seed > 2:
+                loss = participate(experts[chosen])
+            else:
+                loss = experts[chosen](data(seed, rank)).square().mean()
+            loss.backward()
+            assert_at_rest(experts[chosen])
+
+    simulate_ranks(ranks, 2)
