@@ -272,3 +272,30 @@ def test_a_container_that_the_last_step_left_out() -> None:
             assert_at_rest(experts[chosen])
 
     simulate_ranks(ranks, 2)
+
+
+class Quantized(nn.Module):
+    """Weights that are integers, before one that is trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(WIDTH, dtype=dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale * self.codes.abs()).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64], ids=str)
+def test_a_zero_is_of_a_dtype_that_can_be_added(dtype: torch.dtype) -> None:
+    """Whatever weights come first: integers would take no gradient, and a loss is real."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(Quantized(dtype))
+        loss = participate(model) if rank else model(data(0, rank))
+        assert loss.dtype == torch.float64
+        loss.backward()
+        assert whole(model.scale.grad).isfinite().all()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks, 2)
