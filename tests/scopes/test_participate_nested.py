@@ -299,3 +299,33 @@ def test_a_zero_is_of_a_dtype_that_can_be_added(dtype: torch.dtype) -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks, 2)
+
+
+class Turning(Backwards):
+    """Runs what is inside it in another order in an evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.first, self.last) if torch.is_grad_enabled() else (self.last, self.first)
+        return torch.tanh(parts[1](parts[0](x)))
+
+
+def test_an_evaluation_follows_the_one_before() -> None:
+    """Not the training between, though the evaluation before this one ran other experts."""
+
+    def ranks(rank: int) -> None:
+        set_debug(True)
+        model = fully_shard(seeded(lambda: Routed(Turning, False)).double(), units=by_linear)
+        for seed, (route, trains) in enumerate(EVALUATIONS):
+            joins = seed == len(EVALUATIONS) - 1 and rank == 1
+            with torch.set_grad_enabled(trains):
+                loss = model(data(seed, rank), route, joins, True).square().mean()
+            if trains:
+                loss.backward()
+            assert_at_rest(model)
+
+    simulate_ranks(ranks, 2)
+
+
+by_linear = wrap.by_class(nn.Linear)
+EVALUATIONS = [((0,), False), ((0,), True), ((1,), False), ((0,), False)]
+"""In each forward, which expert is run, and whether it trains."""
