@@ -338,6 +338,18 @@ def test_what_the_caller_keeps_is_kept() -> None:
             assert count_gathers(model, tokens()) == gathers
 
 
+def test_what_is_gathered_again_is_gathered_ahead() -> None:
+    """As soon as one backward did: the unit is expected in the next like any other."""
+    with fake_world(2):
+        model, ahead = fully_shard(Words(), units=UNITS), list[bool]()
+        look = lambda *_: ahead.append("words" in fc.explain(model).gathered)  # noqa: E731
+        model.blocks[0].register_full_backward_hook(look)
+        for value in (None, True, True):
+            set_unshard_in_backward(model.words, value)
+            loss_of(model, tokens()).backward()
+        assert ahead == [False, False, True]
+
+
 class Doubled(torch.autograd.Function):
     """Keeps its weight where autograd does not see it."""
 
