@@ -168,3 +168,32 @@ def test_a_module_without_units_is_refused() -> None:
     """The error says what was given."""
     with pytest.raises(ValueError, match="pending_gradients"):
         fc.pending_gradients(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("keep", ["sharded", "unsharded", "no_all_reduce"])
+def test_what_was_to_wait_anyway_waits_on(keep: Any) -> None:
+    """``accumulate`` reduces at its end what it postponed itself, and nothing else."""
+
+    def look(rank: int) -> None:
+        model, twin = sharded({"strategy": ShardingStrategy.NO_SHARD})
+
+        def accumulate() -> set[str]:
+            with fc.accumulate(model, keep=keep):
+                square(model, data(0, rank)).backward()
+            found = fc.pending_gradients(model).values()
+            assert len(found) == len(list(model.parameters()))
+            return {name for one in found for name, part in vars(one).items() if part is not None}
+
+        with fc.no_sync(model):
+            assert accumulate() == {"unreduced"}
+        model.zero_grad()
+        fc.set_requires_all_reduce(model, False)
+        assert accumulate() == ({"unreduced"} if keep == "unsharded" else {"partial"})
+        fc.set_requires_all_reduce(model, True)
+        fc.reduce_grads(model)
+        for source in range(2):
+            (square(twin, data(0, source)) / 2).backward()
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), plain.grad)
+
+    simulate_ranks(look, 2)
