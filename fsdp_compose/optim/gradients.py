@@ -291,10 +291,8 @@ def share_groups(grads: Sequence[Gradient]) -> bool:
     return all(grad.groups == first for grad in grads)
 
 
-def _take_unsharded(name: str, param: torch.Tensor, grad: torch.Tensor) -> Gradient:
-    """The gradient of a plain parameter, or of one that only tensor parallelism splits."""
-    if not isinstance(param, nn.Parameter):
-        return Gradient((name,), part_of(grad.detach()), ())
+def _take_unsharded(name: str, param: Any, grad: torch.Tensor) -> Gradient:
+    """The gradient of a plain tensor, or of one that only tensor parallelism splits."""
     parallel = find_parallel(param, name, "")
     stored = None
     if isinstance(grad, DTensor) and isinstance(param, DTensor):

@@ -296,6 +296,21 @@ def test_partial_sums_of_split_weights_are_clipped() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_split_tensor_that_is_no_parameter() -> None:
+    """Its gradient counts as a whole, as that of a parameter does, and ranks clip alike."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        split = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]).detach().requires_grad_()
+        split.square().sum().backward()
+        before = split.grad.full_tensor()
+        torch.testing.assert_close(fc.grad_norm([split]), before.norm())
+        torch.testing.assert_close(fc.clip_grad_norm_([split], 1.0), before.norm())
+        torch.testing.assert_close(split.grad.full_tensor(), before / before.norm())
+
+    simulate_ranks(ranks, 2)
+
+
 def test_names_that_parameters_have_by_now() -> None:
     """A block was clipped alone, and is part of a model since; ranks compare names of gradients."""
 
