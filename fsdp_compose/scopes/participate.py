@@ -122,10 +122,9 @@ def _run_body(
 def _join(unit: Unit, x: torch.Tensor | None, linked: list[torch.Tensor]) -> torch.Tensor:
     if x is None:
         x = _make_zero(unit)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return x.view_as(x)  # not the caller's tensor, whose backward is not this unit's
-    with torch.inference_mode(False):
-        joined: torch.Tensor = Join.apply(weakref.ref(unit), x, *linked)
+    joined: torch.Tensor = Join.apply(weakref.ref(unit), x, *linked)
     return joined
 
 

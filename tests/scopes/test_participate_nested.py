@@ -329,3 +329,21 @@ def test_an_evaluation_follows_the_one_before() -> None:
 by_linear = wrap.by_class(nn.Linear)
 EVALUATIONS = [((0,), False), ((0,), True), ((1,), False), ((0,), False)]
 """In each forward, which expert is run, and whether it trains."""
+
+
+@pytest.mark.parametrize("hands", [True, False], ids=["x", "none"])
+def test_gradients_turned_on_in_inference_mode(hands: bool) -> None:
+    """Autograd records nothing in it, so the rank that skips the unit keeps nothing either."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(nn.Linear(WIDTH, WIDTH))
+        x = torch.ones(1, WIDTH, requires_grad=True)
+        with torch.inference_mode(), torch.enable_grad():
+            if rank == 0:
+                model(x)
+            else:
+                participate(model, x if hands else None)
+        model(data(0, rank).float()).square().mean().backward()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks, 2)
