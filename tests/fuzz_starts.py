@@ -233,6 +233,8 @@ def _save_in_other_forms(run: Run, n: int, seed: int) -> None:
         is_full = n % 2 == 1 and not run.case.reordered  # which the getter refuses
         is_full = is_full and any(isinstance(v, Tensor) and v.ndim for v in values)
         options = StateDictOptions(full_state_dict=is_full, cpu_offload=not is_full and n % 3 == 0)
+        if not run.twin.plain_optim.state:  # the getter steps such an optimizer once
+            get_state_dict(run.twin.reference, run.twin.plain_optim)
         weights, state = copy.deepcopy(get_state_dict(model, optim, options=options))
         _spoil(model)
         _spoil_state(optim)
