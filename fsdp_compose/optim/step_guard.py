@@ -236,7 +236,7 @@ def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step that would train nothing or miss gradients; drop weights gathered ahead."""
+    """Refuse a step that would train nothing or miss gradients; drop what it makes stale."""
     if type(optimizer).__module__.startswith("torchao."):
         _refuse_torchao(optimizer)
     caller = f"{type(optimizer).__name__}.step()"
@@ -247,12 +247,13 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             clear_interrupted(engine, caller)
             _refuse_inside(engine, optimizer, caller)
         waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
-        if not waits and not engine.schedule.prefetched:
+        ahead = {bucket for unit in engine.schedule.prefetched for bucket in unit.gathered}
+        if not waits and not ahead:
             continue
         for param in filter(is_sharded_parameter, parameters_of(optimizer)):
             if waits:
                 check_stepped(owner_of(find_entry(param)), caller, param)
-            if engine.schedule.prefetched:
+            if bucket_of(param) in ahead:  # others stay: a hook steps units that backward has left
                 engine.schedule.drop_prefetched()
     check_unaveraged(optimizer)
     if len(args) < 2 and kwargs.get("closure") is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fsdp_compose import (
     Prefetch,
@@ -95,6 +96,23 @@ def test_backward_prefetch_after_a_units_backward() -> None:
     assert backward == "-R -3 3 =3 2 1 -2 =2 0 -1 =1 -0 =0 =R"
     _, backward = second_step(Prefetch(backward_moment="post", backward=0))
     assert backward == BACKWARD[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_in_backward_keep_units_ahead(depth: int) -> None:
+    """An optimizer that steps in hooks has no unit gathered again that it did not step."""
+
+    def attach(model: nn.Module) -> None:
+        for param in model.parameters():
+            optim = sgd([param])
+
+            def step(_: Tensor, optim: torch.optim.Optimizer = optim) -> None:
+                optim.step()
+                optim.zero_grad()
+
+            param.register_post_accumulate_grad_hook(step)
+
+    assert second_step(Prefetch(backward=depth), attach) == (FORWARD[1], BACKWARD[depth])
 
 
 def test_no_backward_prefetch() -> None:
@@ -281,7 +299,8 @@ def test_a_copy_of_a_scheduled_model_trains() -> None:
     run_ranks(ranks)
 
 
-def test_a_write_to_what_was_gathered_ahead() -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_write_to_what_was_gathered_ahead(stepped: bool) -> None:
     """A hook on an earlier block writes the next one's weight: its forward reads the new one."""
 
     def double_next(twin: Twin) -> None:
@@ -289,8 +308,13 @@ def test_a_write_to_what_was_gathered_ahead() -> None:
             weight = model.blocks[1].up.weight
 
             @torch.no_grad()
-            def double(*_: object, weight: torch.nn.Parameter = weight) -> None:
-                weight.mul_(2)
+            def double(*_: object, weight: nn.Parameter = weight) -> None:
+                if not stepped:
+                    weight.mul_(2)
+                    return
+                weight.grad = weight.clone()
+                torch.optim.SGD([weight], lr=1.0, maximize=True).step()
+                weight.grad = None
 
             model.blocks[0].register_forward_pre_hook(double)
 
