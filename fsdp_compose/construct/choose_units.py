@@ -379,8 +379,9 @@ def check_dense(plan: UnitPlan, name: str, module: nn.Module) -> None:
     """Raise for sparse gradients, which have no place in the flat buffer that is reduced."""
     kinds = nn.Embedding, nn.EmbeddingBag
     if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
+        what = f"has the embedding {name!r}" if name else "is an embedding"
         raise ValueError(
-            f"fully_shard: unit {plan.name!r} has the embedding {name!r} with sparse=True, whose "
+            f"fully_shard: unit {plan.name!r} {what} with sparse=True, whose "
             "sparse gradients cannot be reduced and cut over ranks. Set sparse=False, or pass it "
             "in ignored= and average its gradient yourself."
         )

@@ -227,6 +227,8 @@ def test_a_forked_process_and_a_trace_are_refused() -> None:
         table = nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 2))
         with pytest.raises(ValueError, match=r"'0' with sparse=True.*ignored="):
             fully_shard(table)
+        with pytest.raises(ValueError, match=r"unit '0' is an embedding with sparse=True"):
+            fully_shard(table, units=fc.wrap.by_class(nn.Embedding))
 
     run_ranks(check, 2)
 
