@@ -4,7 +4,6 @@ Files, each importing only from those above it:
 
     flags        bits that ranks combine with an or
     codecs       bf16, and fp8 or int8 values in blocks with a scale each
-    grad_bucket  the gradients of a bucket, as a communication hook is given them
     sums         adds up what ranks bring to a sum
     waiting      says for whom and for what a rank waits
     posted       messages that may not be over, and their memory
@@ -16,6 +15,7 @@ Files, each importing only from those above it:
     transports   how tensors travel: shared memory, pairs of ranks, or the group's collectives
     own_transports  checks the functions of a user's transport
     heads        ranks say what they do ahead of data
+    grad_bucket  the gradients of a bucket, as a communication hook is given them
     meeting      ranks that wait for each other in different groups raise
     under_way    waits for communication, and says that its data did not come
     collectives  gather, reduce and exchange over plain tensors and a group

@@ -283,7 +283,9 @@ def _exchange_parts(parts: Sequence[torch.Tensor], call: Call) -> Started:
     return started._replace(parts=call.room)
 
 
-def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+def exchange_parts(
+    parts: Sequence[torch.Tensor], group: Group, caller: Caller | None = None
+) -> list[torch.Tensor]:
     """Send ``parts[r]`` to rank ``r`` and return what every rank sent here, in rank order.
 
     Args:
@@ -291,12 +293,15 @@ def exchange_parts(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     """
     if group.pg is None:
         return list(parts)
-    own, group = parts[group.rank], replace(group, pg=group.reductions or group.pg)
+    purpose, own = "exchange gradients", parts[group.rank]
+    if caller is not None and is_point_to_point(group):
+        send_heads(caller, caller.head(), group, purpose).check()
+    group = replace(group, pg=group.reductions or group.pg)
     here.traffic.reduces += 1
     here.traffic.reduce_bytes += own.numel() * (group.size - 1)
     received = room_for_parts(parts, group)
     transport = transport_of(group)
-    call, _ = _open(group, transport, "exchange gradients", own.nbytes, None, own)
+    call, _ = _open(group, transport, purpose, own.nbytes, None, own)
     started = transport.exchange(parts, received, call)
     wait_for(started.works, started.peers, call.purpose)
     return received

@@ -11,6 +11,7 @@ import torch
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import with_process_group
 from fsdp_compose.base.parts import cut_by_rank
+from fsdp_compose.comm.heads import Caller
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,6 +30,7 @@ class GradBucket:
         replicate: the group over which the scattered sum is reduced.
         scale: what the sum over both groups is to be multiplied with, ``1 / ranks`` by default.
         dtype: of the parameters' shards, in which the result is kept.
+        caller: compares what the library's hooks send with what other ranks do, on gloo.
 
     Example:
         >>> model = fully_shard(nn.Linear(2, 2))
@@ -48,6 +50,7 @@ class GradBucket:
     replicate_axis: Group
     scale: float
     dtype: torch.dtype
+    caller: Caller | None = None
 
     @property
     def shard(self) -> Group:

@@ -209,6 +209,7 @@ def _run_comm_hook(reduction: Reduction) -> torch.Tensor:
     given = GradBucket(
         unit.name, key, flat, bucket.grads.parts or [flat],
         mesh.gather_axis, mesh.replicate_axis, reduction.scale, bucket.stored.dtype,
+        bucket.users.caller,
     )  # fmt: skip
     return run_hook(hook, unit.switches.comm_state, given, bucket.mesh.axes is not None)
 

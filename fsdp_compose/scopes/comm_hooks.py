@@ -207,10 +207,10 @@ def default_hook(state: object, grads: GradBucket) -> torch.Tensor:
         >>> register_comm_hook(model, None, default_hook)
     """
     real = grads.dtype.to_real() if grads.dtype.is_complex else grads.dtype
-    part = comm.reduce_scatter_parts(grads.flat, grads.parts, grads.shard_axis).result(
-        real, grads.scale
-    )
-    return comm.all_reduce(part, grads.replicate_axis)
+    part = comm.reduce_scatter_parts(
+        grads.flat, grads.parts, grads.shard_axis, caller=grads.caller
+    ).result(real, grads.scale)
+    return comm.all_reduce(part, grads.replicate_axis, caller=grads.caller)
 
 
 def fp16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
@@ -236,9 +236,11 @@ def bf16_compress_hook(state: object, grads: GradBucket) -> torch.Tensor:
 def _reduce_compressed(grads: GradBucket, dtype: torch.dtype) -> torch.Tensor:
     small = grads.flat.mul_(grads.scale).to(dtype)
     parts = cut_by_rank(small, grads.shard_axis.size)
-    part = comm.reduce_scatter_parts(small, parts, grads.shard_axis).result(torch.float32, 1.0)
+    part = comm.reduce_scatter_parts(small, parts, grads.shard_axis, caller=grads.caller).result(
+        torch.float32, 1.0
+    )
     if grads.replicate_axis.size > 1:
-        part = comm.all_reduce(part.to(dtype), grads.replicate_axis).float()
+        part = comm.all_reduce(part.to(dtype), grads.replicate_axis, caller=grads.caller).float()
     return part
 
 
@@ -309,10 +311,10 @@ def int8_error_feedback_hook(state: Int8ErrorFeedback, grads: GradBucket) -> tor
     error = wanted - decoded
     # A gradient that is not finite ends its step, and would be in every later one.
     state._replace(grads.key, torch.where(error.isfinite().all(), error, earlier))
-    received = comm.exchange_parts(packed, grads.shard_axis)
+    received = comm.exchange_parts(packed, grads.shard_axis, grads.caller)
     one = cut_by_rank(decoded, ranks)[0]
     total = torch.zeros_like(one)
     for part in received:
         decode_blocks(part, one, torch.int8, state.block)
         total += one
-    return comm.all_reduce(total * grads.scale, grads.replicate_axis)
+    return comm.all_reduce(total * grads.scale, grads.replicate_axis, caller=grads.caller)

@@ -17,7 +17,7 @@ from fsdp_compose.comm.grad_bucket import GradBucket, run_hook
 from fsdp_compose.scopes.comm_hooks import forget_rounding, restore, snapshot
 
 from harness import fake_world, rank_errors, run_ranks, simulate_ranks
-from models import data, mesh_of_replicas, units
+from models import Tower, by_block, data, mesh_of_replicas, seeded, square, units
 
 F32 = torch.float32
 
@@ -313,3 +313,66 @@ def test_another_rank_of_the_layout_is_not_restored() -> None:
         assert [restore(model, each) for each in saved] == [rank == 0, rank == 1]
 
     simulate_ranks(ranks, 2)
+
+
+class Fragile:
+    """As a hook of the library, and raises in one of its calls on rank 1."""
+
+    def __init__(self, hook: Callable[..., Tensor]) -> None:
+        self.hook, self.calls, self.fails_at = hook, 0, -1
+
+    def __call__(self, state: object, grads: GradBucket) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at and torch.distributed.get_rank() == 1:
+            raise ValueError("on rank 1")
+        return self.hook(state, grads)
+
+
+HOOKS = (fc.default_hook, fc.bf16_compress_hook, fc.int8_error_feedback_hook)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_all_skip_where_a_hook_raises(hook: Callable[..., Tensor], replicas: int) -> None:
+    """Others wait for that rank in the reduction of their own hook, and hear of it there."""
+
+    def ranks(rank: int) -> None:
+        options = {"mesh": mesh_of_replicas(2, 2)} if replicas == 2 else {}
+        model, fragile = by_block(seeded(Tower), **options), Fragile(hook)
+        state = fc.Int8ErrorFeedback(block=8)
+        fc.register_comm_hook(model, None, lambda _, grads: fragile(state, grads))
+        for fails_at in (0, 2, 0, 3, 0):
+            fragile.calls, fragile.fails_at = 0, fails_at
+            with fc.skippable_step(model) as step:
+                square(model, data(0, rank)).backward()
+            assert step.reasons == ({1: "ValueError: on rank 1"} if fails_at else {})
+
+    simulate_ranks(ranks, 2 * replicas)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_hook_raises_and_its_rank_goes_on(replicas: int) -> None:
+    """The others raise at once; when all have cleared their gradients, a step is exact."""
+
+    def ranks(rank: int) -> None:
+        options = {"mesh": mesh_of_replicas(2, 2)} if replicas == 2 else {}
+        model, fragile = by_block(seeded(Tower), **options), Fragile(fc.default_hook)
+        fc.register_comm_hook(model, None, fragile)
+        found = []
+        for fails_at in (0, 2, 0):
+            fragile.calls, fragile.fails_at = 0, fails_at
+            texts: list[str] = []
+            while not texts or texts[-1]:
+                try:
+                    square(model, data(0, rank)).backward()
+                    texts.append("")
+                except (ValueError, RuntimeError) as error:
+                    texts.append(str(error))
+                    model.zero_grad()
+            assert len(texts) == (1 if not fails_at else 3 if rank == 1 else 2)
+            assert all("on rank 1" in t or "run different units" in t for t in texts[:-1])
+            found.append([param.grad.to_local().clone() for param in model.parameters()])
+            model.zero_grad()
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+
+    simulate_ranks(ranks, 2 * replicas)
