@@ -13,11 +13,11 @@ Files, each importing only from those above it:
     optimizer/members     what an optimizer's parameters are
     optimizer/nested      lists and dictionaries of tensors in optimizer state
     optimizer/shapes      optimizer state in another shape than its parameter
-    optimizer/agree       ranks agree on what their optimizers hold
     optimizer/watch       what torch's own functions load into optimizers
+    optimizer/fit         saved optimizer state, as the parameters take it
+    optimizer/agree       ranks agree on what their optimizers hold
     optimizer/read        optimizer state by name, out of any optimizer
     optimizer/rekey       optimizer state by names or by numbers
-    optimizer/fit         saved optimizer state, as the parameters take it
     optimizer/write       optimizer state by name, into any optimizer
     plain_data            what is unpickled without running code
     containers            dictionaries and lists, which torch cuts into parts

@@ -13,7 +13,7 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.sharded import is_sharded
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, by_block, seeded, whole
 from structured import inverse_root
 
@@ -333,3 +333,36 @@ def test_sums_of_local_parameters_are_not_saved(tmp_path: Path) -> None:
         fc.optim_state_dict(model, whole_sums)
 
     run_ranks(body, 2)
+
+
+class Counted(torch.optim.SGD):
+    """Keeps a number beside the state of parameters, as optimizers with a global sum do."""
+
+    total = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+
+@pytest.mark.parametrize("call", ["full", "save", "load"])
+def test_numbers_beside_the_state_differ(call: str, tmp_path: Path) -> None:
+    """Rank 0's would be every rank's when the optimizer is loaded."""
+
+    def body(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = Counted(model.parameters(), lr=0.1, momentum=0.9)
+        gradients(model, 0)
+        optim.step()
+        full = fc.optim_state_dict(model, optim)
+        assert full["total"] == 1.0
+        fc.load_optim_state_dict(model, optim, full)
+        optim.total = full["total"] = 1.0 + rank
+        calls = {
+            "full": lambda: fc.optim_state_dict(model, optim),
+            "save": lambda: fc.save_checkpoint(tmp_path, model, optim),
+            "load": lambda: fc.load_optim_state_dict(model, optim, full),
+        }
+        with pytest.raises(RuntimeError, match=r"'total', beside .* is 1.0 on rank 0 and 2.0 on"):
+            calls[call]()
+
+    simulate_ranks(body, 2)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
+from fsdp_compose.checkpoint.optimizer.fit import NUMBERS
 from fsdp_compose.checkpoint.optimizer.members import Part, settings_of
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.values import sample_bytes, whole_shape
@@ -30,7 +31,8 @@ Fact = tuple[Any, ...]
 else ("value", text)."""
 
 Facts = dict[str, dict[tuple[str, Any], Fact]]
-"""Parameter -> ("state", key) or ("setting", key) -> what must be alike on all ranks."""
+"""Parameter -> ("state", key), ("setting", key) of its group or ("entry", key) beside both -> what
+must be alike on all ranks."""
 
 _FEW = 16
 """Elements up to which numbers are compared as such; longer tensors are compared by a digest."""
@@ -110,8 +112,10 @@ def _facts_of(
     state: Mapping[str, Any], parts: Mapping[str, Part], fact_of: Callable[[Any], Fact]
 ) -> Facts:
     facts: Facts = {}
+    beside = state.keys() - {"state", "param_groups", NUMBERS}
+    entries = {("entry", key): _fact(state[key]) for key in beside}
     for group in state["param_groups"]:
-        settings = {("setting", k): _fact(v) for k, v in settings_of(group).items()}
+        settings = {("setting", k): _fact(v) for k, v in settings_of(group).items()} | entries
         for name in group["params"]:
             if name in parts and parts[name].entry is not None:
                 facts[name] = dict(settings)
@@ -198,7 +202,7 @@ def _compare(problem: str, reports: Sequence[_Report], group: Group, advice: str
 
 
 def _only_settings(facts: Mapping[tuple[str, Any], Fact]) -> dict[tuple[str, Any], Fact]:
-    return {at: fact for at, fact in facts.items() if at[0] == "setting"}
+    return {at: fact for at, fact in facts.items() if at[0] != "state"}
 
 
 def _find_difference(
@@ -207,8 +211,10 @@ def _find_difference(
     for at in (*a[1], *b[1]):
         if a[1].get(at) != b[1].get(at):
             kind, key = at
+            of = f"{kind} {key!r} of {name!r}"
+            what = f"{key!r}, beside 'state' and 'param_groups'," if kind == "entry" else of
             return (
-                f"{kind} {key!r} of {name!r} is {_show(a[1].get(at))} on rank {a[0]} and "
+                f"{what} is {_show(a[1].get(at))} on rank {a[0]} and "
                 f"{_show(b[1].get(at))} on rank {b[0]}"
             )
     return None
