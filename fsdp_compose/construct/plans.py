@@ -130,7 +130,7 @@ class Ignored:
                 buffers.add(id(item))
             else:
                 raise TypeError(
-                    f"fully_shard: ignored holds a {type(item).__name__}; wanted parameters, "
+                    f"fully_shard: ignored holds {item!r:.60}; wanted parameters, "
                     "buffers and modules."
                 )
         refs = tuple(weakref.ref(item) for item in items)

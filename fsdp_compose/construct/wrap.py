@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fsdp_compose.base.arguments import check_function, check_kind, check_not_negative
 from fsdp_compose.base.policy import name_pattern
@@ -68,7 +69,9 @@ class Policy:
 def by_class(classes: Classes, **options: Any) -> Policy:
     """Every instance of one of ``classes`` is a unit, with ``options`` of its own if given.
 
-    A module without any instance of them is an error, also where another policy chooses units.
+    A module without any instance of them is an error, also where another policy chooses units. The
+    ``out_proj`` of an ``nn.MultiheadAttention``, an ``nn.Linear`` that nothing calls, is none: the
+    attention's own functions read its weight.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -80,10 +83,11 @@ def by_class(classes: Classes, **options: Any) -> Policy:
     description, chosen = f"by_class({{{names}}})", _read_options(options, "by_class")
 
     def decide(fqn: str, module: nn.Module, numel: int) -> Decision:
-        return isinstance(module, kinds) and (chosen or True)
+        is_called = type(module) is not NonDynamicallyQuantizableLinear or type(module) in kinds
+        return is_called and isinstance(module, kinds) and (chosen or True)
 
     def start(root: nn.Module) -> Decide:
-        if not any(isinstance(module, kinds) for module in root.modules() if module is not root):
+        if not any(decide("", module, 0) for module in root.modules() if module is not root):
             raise ValueError(describe_no_match(description, root))
         return decide
 

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Attempt, str, str]] = {
     ),
     "init unknown": (lambda m, r: fully_shard(m, init="random"), "ValueError", "random"),
     "ignored is a name": (
-        lambda m, r: fully_shard(m, ignored=["first.weight"]), "TypeError", "ignored holds a str",
+        lambda m, r: fully_shard(m, ignored=["first.weight"]), "TypeError", "holds 'first.weight'",
     ),
     "unit overrides what it cannot": (
         lambda m, r: fully_shard(m, units=wrap.by_fn(lambda n, x: {"units": ()})),

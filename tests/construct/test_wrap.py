@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fsdp_compose import (
     MixedPrecision,
@@ -21,7 +23,7 @@ from fsdp_compose.core.state import find_state, iter_units
 from fsdp_compose.sharded import is_sharded
 
 from harness import rank_errors, run_ranks, single_process
-from models import WIDTH, Block, Tower, Twin, data, seeded, square, units, units_by_name
+from models import WIDTH, Block, Tower, Twin, data, seeded, square, units, units_by_name, whole
 
 
 def units_with(policy: wrap.Policy, model: nn.Module | None = None, **options: Any) -> set[str]:
@@ -159,6 +161,23 @@ def test_a_shared_module_is_asked_about_once() -> None:
     model = Tower(2)
     model.blocks[1] = model.blocks[0]
     assert units_with(wrap.by_class(Block), model) == {"blocks.0"}
+
+
+def test_what_attention_does_not_call_is_no_unit() -> None:
+    """``out_proj``, which attention reads by functions, trains as part of the unit around it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True).double())
+    twin = copy.deepcopy(model)
+    assert units_with(wrap.by_class(nn.Linear), model) == {"0.linear1", "0.linear2"}
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    for m in (model, twin):
+        square(m, x).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    chosen = wrap.by_class(NonDynamicallyQuantizableLinear)  # by its own class, it is
+    assert units_with(chosen, twin) == {"0.self_attn.out_proj"}
+    with pytest.raises(ValueError, match=r"matches no submodule of MultiheadAttention"):
+        fully_shard(nn.MultiheadAttention(4, 2), units=wrap.by_class(nn.Linear))
 
 
 def test_a_policy_that_matches_nothing() -> None:
@@ -310,7 +329,7 @@ def test_reshard_of_one_unit_keeps_the_strategy() -> None:
             {"offload_policy": True},
             r"offload_policy is True; wanted such as .*Offload\(params=True\)",
         ),
-        ({"ignored": [3]}, "ignored holds a int"),
+        ({"ignored": [3]}, "ignored holds 3; wanted"),
         ({"mp_policy": torch.bfloat16}, r"mp_policy is torch.bfloat16; wanted .*\.MixedPrecision"),
     ],
 )
