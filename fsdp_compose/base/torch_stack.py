@@ -40,7 +40,11 @@ _asking = {
 
 def walk_stack() -> Iterator[FrameType]:
     """The frames of this thread, from the caller's on."""
-    frame = sys._getframe().f_back
+    return walk_frames(sys._getframe(1))
+
+
+def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame`` and those that called it; none where there is none."""
     while frame is not None:
         yield frame
         frame = frame.f_back

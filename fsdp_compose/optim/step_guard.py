@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -266,7 +267,8 @@ def _refuse_inside(engine: Engine, optimizer: torch.optim.Optimizer, caller: str
     Raises:
         RuntimeError: naming a parameter of its unit.
     """
-    running = [u for u in engine.schedule.active if u.run.calls and count_calls(u.links.heads)]
+    called = partial(count_calls, thread=engine.thread)  # a hook's may be a device's
+    running = [u for u in engine.schedule.active if u.run.calls and called(u.links.heads)]
     held = {bucket: unit for unit in running for bucket in unit.gathered if not bucket.in_place}
     for param in parameters_of(optimizer):
         bucket = bucket_of(param) if held else None

@@ -23,7 +23,7 @@ from fsdp_compose.base.torch_private import (
     is_jit_tracing,
     outside_transforms,
 )
-from fsdp_compose.base.torch_stack import is_in_call, walk_stack
+from fsdp_compose.base.torch_stack import is_in_call, walk_frames
 from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
@@ -106,10 +106,10 @@ def clear_deleted(engine: Engine) -> None:
             recover(engine)
 
 
-def count_calls(heads: Collection[int]) -> int:
-    """How many calls of the modules with these ids are on this thread's stack."""
+def count_calls(heads: Collection[int], thread: int) -> int:
+    """How many calls of the modules with these ids are on the stack of a thread."""
     calls = 0
-    for frame in walk_stack():
+    for frame in walk_frames(sys._current_frames().get(thread)):
         if frame.f_code.co_name == "_call_impl":
             calls += id(frame.f_locals.get("self")) in heads
         elif frame.f_code.co_name == "call_as_forward":
@@ -119,7 +119,8 @@ def count_calls(heads: Collection[int]) -> int:
 
 def is_on_stack(unit: Unit, module: nn.Module) -> bool:
     """Whether a call of the unit besides the present one, of ``module``, is on this stack."""
-    return count_calls(unit.links.heads | {id(module)}) > 1  # it may be a shallow copy
+    heads = unit.links.heads | {id(module)}  # it may be a shallow copy
+    return count_calls(heads, get_ident()) > 1
 
 
 class _OutOfReach:

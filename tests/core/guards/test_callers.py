@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
@@ -88,6 +89,50 @@ def test_a_forward_beside_a_backward_is_refused() -> None:
             assert torch.equal(param.grad.full_tensor(), grad)
         interrupt(x)
         assert len(errors) == 1  # one after the other is fine
+
+    run_ranks(check, 2)
+
+
+class Fitting(nn.Module):
+    """Runs a backward in its forward, in a thread of its own as that of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+        run(self.layer(x).square().sum())
+        return self.layer(x)
+
+
+def test_a_step_in_a_backward_on_what_a_forward_reads() -> None:
+    """Hooks run in autograd's thread of a device, on whose stack the forward is not."""
+
+    def check(rank: int) -> None:
+        model, errors = fully_shard(seeded(Fitting)), list[BaseException]()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def run(loss: Tensor) -> None:
+            try:
+                loss.backward()
+            except BaseException as error:
+                errors.append(error)
+
+        def elsewhere(loss: Tensor) -> None:
+            thread = threading.Thread(target=run, args=(loss,))
+            thread.start(), thread.join()
+
+        hook = fc.register_post_reduce_hook(model, lambda *args: optim.step())
+        for way in (run, elsewhere):
+            with contextlib.suppress(RuntimeError):  # of what the failed backward left
+                model(data(0, rank), way)
+            assert "inside the forward of unit 'Fitting'" in str(errors.pop())
+        hook.remove()
+        model.zero_grad()
+        model(data(0, rank), elsewhere).sum().backward()
+        optim.step()
+        assert not errors
+        assert_at_rest(model)
 
     run_ranks(check, 2)
 
