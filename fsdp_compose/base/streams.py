@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fsdp_compose.base.process import here
+
 _HERE = nullcontext()
 
 
@@ -143,6 +145,11 @@ def make_streams(device: torch.device) -> Streams:
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured: the host must not ask what the device has done."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def may_compare(device: torch.device) -> bool:
+    """Whether checks may read what lies on ``device``: on a CPU, or in debug mode, which waits."""
+    return device.type == "cpu" or (here.is_debugging and not is_capturing())
 
 
 def turn_to(device: torch.device) -> None:

@@ -9,8 +9,7 @@ import torch
 from fsdp_compose.base.codec import GatherCodec
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.parts import cut_by_rank
-from fsdp_compose.base.process import here
-from fsdp_compose.base.streams import Streams, copy_shard
+from fsdp_compose.base.streams import Streams, copy_shard, may_compare
 from fsdp_compose.base.torch_private import call_raw, read_version
 from fsdp_compose.base.torch_stack import count_modes, refuse_fakes
 from fsdp_compose.buckets.bucket import Bucket, DeviceCopy, Entry, Inner, SentCopy
@@ -202,7 +201,7 @@ def _find_unseen(bucket: Bucket, copy: torch.Tensor) -> Entry | None:
 
     On an accelerator this waits for the device, so it is done only in debug mode.
     """
-    if not bucket.residence.is_shared or not (copy.device.type == "cpu" or here.is_debugging):
+    if not bucket.residence.is_shared or not may_compare(copy.device):
         return None
     return find_other(bucket, copy, bucket.stored)
 

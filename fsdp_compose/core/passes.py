@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.loops import exhaust
-from fsdp_compose.base.streams import join_graph
+from fsdp_compose.base.streams import is_capturing, join_graph
 from fsdp_compose.base.torch_private import (
     graph_is_kept,
     graph_task_id,
@@ -128,7 +128,7 @@ def end_task(engine: Engine, task_id: int) -> None:
         join_graph(engine.streams)
         note_users(task.units)
         end_step(engine, trained=True)  # which raises where other ranks have skipped the step
-        if any(log.is_debugging for log in engine.logs.values()):
+        if any(log.is_debugging for log in engine.logs.values()) and not is_capturing():
             verify_units(dict.fromkeys(task.units), "debug mode, after a backward")
     if len(engine.mesh_sizes) > 1:
         check_divisors(task)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.process import here
+from fsdp_compose.base.streams import is_capturing
 from fsdp_compose.base.torch_private import gradient_hooks, read_version
 from fsdp_compose.buckets.bucket import Bucket, Entry, alias
 from fsdp_compose.buckets.gather import versions_of
@@ -78,7 +79,8 @@ def find_writes(unit: Unit, training: bool, output: Any) -> Problem | None:
     except RuntimeError as error:
         return str(error)
     kind = (torch.is_grad_enabled(), training)
-    if lost is None and (kind not in unit.checks.inspected or here.is_debugging):
+    is_due = kind not in unit.checks.inspected or here.is_debugging
+    if lost is None and is_due and not is_capturing():
         lost = _find_unseen(unit, _shown_by(unit))
         if lost is None:
             unit.checks.inspected.add(kind)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from fsdp_compose.base.codec import encode_shard
+from fsdp_compose.base.streams import may_compare
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.gather import find_other, versions_of
-from fsdp_compose.core.guards.collective_log import is_debugging
 from fsdp_compose.core.records import Live
 from fsdp_compose.core.state import Unit
 
@@ -17,7 +17,7 @@ def check_lent(unit: Unit, bucket: Bucket) -> None:
 
     On an accelerator this waits for the device, so it is done only in debug mode.
     """
-    if bucket.views.own.device.type != "cpu" and not is_debugging():
+    if not may_compare(bucket.views.own.device):
         return
     entry = find_difference(bucket)
     if entry is not None:

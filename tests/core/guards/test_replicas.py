@@ -21,7 +21,8 @@ from fsdp_compose import (
     wrap,
 )
 from fsdp_compose.comm.collectives import is_point_to_point
-from fsdp_compose.core.guards import replicas
+from fsdp_compose.core import passes
+from fsdp_compose.core.guards import forward_writes, replicas
 from fsdp_compose.core.guards.replicas import checksum
 from fsdp_compose.core.guards.used_parameters import is_known_at_once
 
@@ -231,3 +232,27 @@ def test_copies_of_a_part_of_a_unit_are_compared() -> None:
 
     for text in rank_errors(ranks, 2):
         assert text is not None and "'1.bias'" in text
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_captured_step_reads_no_values(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In debug mode too, and of whatever kind: a CUDA graph computes none until it is replayed."""
+    read: list[str] = []
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), strategy=ShardingStrategy[strategy])
+        for _ in range(2):
+            square(model, data(0, rank)).backward()
+        with torch.no_grad():
+            model.eval()(data(0, rank))
+
+    for module in (forward_writes, passes):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    monkeypatch.setattr(replicas, "checksum", lambda tensor: read.append("checksum") or 0)
+    monkeypatch.setattr(forward_writes, "find_difference", lambda bucket: read.append("value"))
+    set_debug(True)
+    try:
+        simulate_ranks(ranks)
+    finally:
+        set_debug(False)
+    assert not read
