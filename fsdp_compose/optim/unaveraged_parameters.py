@@ -77,13 +77,15 @@ def check_clipped(params: Sequence[torch.Tensor]) -> None:
 def _compare_plain(params: Sequence[Any]) -> None:
     """Raise where gradients that no unit has differ: by their norm each rank scales its slices."""
     grads = [param.grad for param in params if _is_plain(param) and param.grad is not None]
-    norms = [torch.linalg.vector_norm(g) for g in grads if g.layout is torch.strided]
-    sharded = filter(None, map(_bucket_over_ranks, params)) if norms else ()
+    grads = [grad for grad in grads if grad.layout is torch.strided]
+    sharded = filter(None, map(_bucket_over_ranks, params)) if grads else ()
     widest = max(sharded, key=lambda bucket: bucket.mesh.size, default=None)
-    for group in () if widest is None else widest.mesh.groups:
-        if compares(norms[0], group):
-            norm = torch.stack([norm.cpu().double() for norm in norms]).norm()
-            what = f"take a norm with gradients of no unit, whose own norm is {norm.item():.4g}"
+    groups = [] if widest is None else [g for g in widest.mesh.groups if compares(grads[0], g)]
+    if groups:  # not on accelerators, which would take norms in vain
+        norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in grads]
+        norm = torch.stack(norms).norm().item()
+        what = f"take a norm with gradients of no unit, whose own norm is {norm:.4g}"
+        for group in groups:
             reduce_alike(torch.zeros(1, device="cpu"), group, "sum", what, _ALIKE)
 
 

@@ -18,6 +18,7 @@ import fsdp_compose as fc
 from fsdp_compose import fully_shard
 from fsdp_compose.base.process import here
 from fsdp_compose.core.guards import surroundings
+from fsdp_compose.optim import unaveraged_parameters
 
 from harness import run_ranks, simulate_ranks
 from models import Block, Tower, data, seeded, sgd, square
@@ -416,3 +417,27 @@ def test_later_backwards_look_at_no_model_around(monkeypatch: pytest.MonkeyPatch
         assert looks["iter_units"].count(model) == asked
 
     simulate_ranks(ranks)
+
+
+def test_norms_that_nothing_compares_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On accelerators ranks compare no plain gradients, for which the host would have to wait."""
+    taken: list[Any] = []
+    take = torch.linalg.vector_norm
+
+    def note(x: Any, *rest: Any, **options: Any) -> Any:
+        taken.extend([] if rest or options else [x])
+        return take(x, *rest, **options)
+
+    def ranks(rank: int) -> None:
+        first = seeded(Unsaid)
+        block = fully_shard(seeded(Block), ignored=[first])
+        block(first(data(0, 0))).square().sum().backward()
+        fc.clip_grad_norm_([*first.parameters(), *block.parameters()], 0.01)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", note)
+    simulate_ranks(ranks)
+    assert taken
+    taken.clear()
+    monkeypatch.setattr(unaveraged_parameters, "compares", lambda *_: False)
+    simulate_ranks(ranks)
+    assert not taken
