@@ -308,7 +308,7 @@ def _load(
         staged, unknown, left_out = _request_model(source, contents, strict, stages)
         targets = None if optim is None else list_members(module, optim)
         given = {} if targets is None else _request_optim(source, module, targets, stages)
-        ranks = (found.world_size for found in manifests(root) if found.metadata == total)
+        ranks = (manifest.world_size for manifest in manifests(root, metadata))
         key = _extra_key(source, group, next(ranks, None))
         hooks_key = _comm_hooks_key(source, module, group)
         version_keys = _request_versions(source, module)

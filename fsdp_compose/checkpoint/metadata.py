@@ -139,16 +139,9 @@ def read_metadata(path: Path) -> tuple[Metadata, Sum]:
     except (AttributeError, TypeError, ValueError) as error:
         raise RuntimeError(f"{file}: damaged: {error}.") from error
     with unless_replaced(path, total):
-        wanted = [manifest.metadata for manifest in manifests(path)]
-        if wanted and total not in wanted and _names_files_of_ours(metadata):
+        if any(manifest.metadata != total for manifest in manifests(path, metadata)):
             raise RuntimeError(f"{file}: damaged: its size or checksum is not what was saved.")
     return metadata, total
-
-
-def _names_files_of_ours(metadata: Metadata) -> bool:
-    """Whether a save of ours wrote it; torch's own may have replaced that in the same folder."""
-    places = metadata.storage_data.values()
-    return any(is_saved_folder(place.relative_path.split("/")[0]) for place in places)
 
 
 @contextlib.contextmanager
@@ -178,14 +171,18 @@ class Manifest:
     files: dict[str, Sum]
 
 
-def manifests(path: Path) -> list[Manifest]:
-    """Read the manifests in a folder: one, unless a save is under way or was killed.
+def manifests(path: Path, metadata: Metadata) -> list[Manifest]:
+    """Read the manifests of the files that ``metadata`` names: one, or none without checksums.
+
+    Those of saves that are under way, or were killed, may be half written, and are not looked at.
 
     Raises:
         RuntimeError: one is damaged.
     """
-    found = sorted(path.glob(f"*/{MANIFEST}"))
-    return [manifest_of(file) for file in found if is_saved_folder(file.parent.name)]
+    places = metadata.storage_data.values()
+    folders = {place.relative_path.split("/")[0] for place in places}
+    files = [path / name / MANIFEST for name in sorted(folders) if is_saved_folder(name)]
+    return [manifest_of(file) for file in files if file.is_file()]
 
 
 def manifest_of(file: Path) -> Manifest:
@@ -336,9 +333,8 @@ def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) 
         end = place.offset + place.length
         ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     sums: dict[str, Sum] = {}
-    for folder in sorted({name.split("/")[0] for name in ends if "/" in name}):
-        if (path / folder / MANIFEST).is_file():
-            sums.update(manifest_of(path / folder / MANIFEST).files)
+    for manifest in manifests(path, metadata):
+        sums.update(manifest.files)
     names = sorted(ends)[share]
     for name in names:
         file = path / name

@@ -81,7 +81,7 @@ def _show_sharded(path: Path, check: bool, every: bool) -> None:
         else:
             rows.append((key, "object", "", ""))
     _print_rows(rows, every)
-    found = manifests(path)
+    found = manifests(path, metadata)
     ranks = f", saved by {plural(found[0].world_size, 'rank')}" if found else ""
     checked = _say_checked(unknown) if check else ""
     print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")

@@ -137,14 +137,16 @@ def test_save_full_killed_at_each_step(tmp_path: Path, before: int, after: int) 
     assert seen.count(2) > 1  # some came after the commit
 
 
-def test_save_checkpoint_killed_at_each_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_save_checkpoint_killed_at_each_step(tmp_path: Path, before: bool, after: bool) -> None:
+    """With checksums or without: the manifest of another save says nothing of what is loaded."""
     for step in range(1, 60):
         folder = tmp_path / str(step)
-        fc.save_checkpoint(folder, sharded(1))
+        fc.save_checkpoint(folder, sharded(1), checksum=before)
 
         def save(step: int = step, folder: Path = folder) -> None:
             with dying_at(step, die):
-                fc.save_checkpoint(folder, sharded(2))
+                fc.save_checkpoint(folder, sharded(2), checksum=after)
 
         finished = in_child(save)
         assert loaded(folder, fc.load_checkpoint) in (1, 2)
@@ -154,6 +156,18 @@ def test_save_checkpoint_killed_at_each_step(tmp_path: Path) -> None:
         assert loaded(folder, fc.load_checkpoint) == 3
         assert len(list(folder.iterdir())) == 2
     assert finished and step > 4
+
+
+def test_a_half_written_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A save was killed while it wrote that: what it was to replace loads."""
+    fc.save_checkpoint(tmp_path, sharded(1), extra=7)
+    for name, text in (("data-000000000000", ""), ("data-ffffffffffff", '{"format": 1,')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / files.MANIFEST).write_text(text)
+    model = sharded()
+    assert fc.load_checkpoint(tmp_path, model) == 7 and value_of(model) == 1
+    assert main(["checkpoint", "show", "--verify", str(tmp_path)]) == 0
+    assert "saved by 1 rank, every file as it was saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("to_full", [True, False])
