@@ -41,8 +41,10 @@ from fsdp_compose.checkpoint.ranks import (
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
     describe_unreadable,
+    find_unwritable,
     fit,
     gather_whole,
+    list_problems,
     mark_ready,
     needs_gather,
     show_whole,
@@ -241,6 +243,8 @@ def load_state_dict(
     versions = getattr(state_dict, "_metadata", None)
     custom = loads_by_own_code(module)
     matched = match(module, contents.values, state_dict, strict and not custom, custom, versions)
+    if not custom:
+        matched.problem = matched.problem or find_unwritable(matched.values, contents.values)
     raise_on_all(take_problem(matched, contents.values), groups, matched.facts, "load_state_dict")
     extra = {k: v for k, v in clean_keys(state_dict, module).items() if k in matched.unexpected}
     left_out = IncompatibleKeys(matched.missing, matched.unexpected)
@@ -400,12 +404,6 @@ def _complete_ties(
 def _may_lack(name: str, versions: object) -> bool:
     """BatchNorm's counter is newer than some files, and torch starts it at 0 for those."""
     return name.endswith("num_batches_tracked") and versions is None
-
-
-def list_problems(problems: list[str]) -> str:
-    """Write problems for a message, each on a line of its own; the first eight of them."""
-    more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-    return "".join(f"\n  {problem}" for problem in [*problems[:8], *more])
 
 
 def describe_lone_slice(value: Any) -> str | None:

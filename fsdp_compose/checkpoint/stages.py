@@ -33,7 +33,7 @@ from fsdp_compose.checkpoint.model import match
 from fsdp_compose.checkpoint.optimizer.nested import write_exactly
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import gather_whole
+from fsdp_compose.checkpoint.values import find_unwritable, gather_whole
 from fsdp_compose.comm.messages import SharedErrors, difference, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core.guards.collective_log import code_of
@@ -386,10 +386,11 @@ def choose_stored(
     custom = loads_by_own_code(contents.module)
     given = stages.keep_own(outlines)
     matched = match(contents.module, contents.values, given, strict and not custom, custom, None)
-    if matched.problem is not None:
-        raise type(matched.problem)(
-            f"{where}: {matched.problem}{stages.advise(matched.unexpected)}"
-        )
+    problem = matched.problem
+    if problem is None and not custom:
+        problem = find_unwritable(matched.values, contents.values)
+    if problem is not None:
+        raise type(problem)(f"{where}: {problem}{stages.advise(matched.unexpected)}")
     stored = {id(outline): name for name, outline in given.items()}
     sources = {name: stored[id(outline)] for name, outline in matched.values.items()}
     once = {id(contents.values[n]): s for n, s in sources.items()}

@@ -42,7 +42,7 @@ from fsdp_compose.checkpoint.model import (
 )
 from fsdp_compose.checkpoint.optimizer.watch import watch_steps
 from fsdp_compose.checkpoint.ranks import meet_in, refuse_left_out
-from fsdp_compose.checkpoint.values import gather_whole, is_ready, show_whole
+from fsdp_compose.checkpoint.values import find_unwritable, gather_whole, is_ready, show_whole
 from fsdp_compose.comm.messages import raise_on_all
 from fsdp_compose.construct.names import name_cleaner
 from fsdp_compose.core.guards.added_parameters import is_ignored
@@ -326,6 +326,7 @@ def _match_given(
     matched = match(module, current, given, strict, changes_keys_on_load(module), versions)
     as_is = {k for k, v in current.items() if custom or (assign and not is_sharded(v))}
     written = {k: None if k in as_is else v for k, v in current.items()}
+    matched.problem = matched.problem or find_unwritable(matched.values, written)
     raise_on_all(take_problem(matched, written), groups, matched.facts, "load_state_dict")
     return matched, custom
 

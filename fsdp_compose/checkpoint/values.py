@@ -122,6 +122,34 @@ def describe_unreadable(value: Any) -> str | None:
     return None
 
 
+def list_problems(problems: list[str]) -> str:
+    """Write problems for a message, each on a line of its own; the first eight of them."""
+    more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+    return "".join(f"\n  {problem}" for problem in [*problems[:8], *more])
+
+
+def find_unwritable(values: Mapping[str, Any], current: Mapping[str, Any]) -> Exception | None:
+    """The error where torch cannot copy ``values`` into what a module has, sharded values aside."""
+    found = ((name, _describe_unwritable(v, current[name])) for name, v in values.items())
+    problems = [f"{name!r} {why}" for name, why in found if why is not None]
+    what = "load_state_dict: the state cannot be written, the module is unchanged:"
+    return RuntimeError(f"{what}{list_problems(problems)}") if problems else None
+
+
+def _describe_unwritable(value: Any, current: Any) -> str | None:
+    if not isinstance(current, Tensor) or is_sharded(current) or current.is_meta:
+        return None
+    if current.is_inference() and not torch.is_inference_mode_enabled():
+        return "of the module was made in inference mode, and cannot be written outside; clone() it"
+    if current.layout is not torch.strided:
+        is_alike = isinstance(value, Tensor) and value.layout is current.layout
+        return None if is_alike else f"has layout {current.layout} in the module, unlike the value"
+    sizes = zip(current.shape, current.stride(), strict=True) if current.numel() else ()
+    if any(size > 1 and not stride for size, stride in sizes):
+        return "of the module has elements that share memory (expand); register a clone() of it"
+    return None
+
+
 @dataclass(frozen=True)
 class Outline:
     """A tensor to come: what it will be, without its numbers."""

@@ -392,3 +392,50 @@ def test_a_number_that_conjugates_is_loaded() -> None:
         assert float(model.part.full_tensor()) == 4
 
     run_ranks(run, 2)
+
+
+def expand() -> Tensor:
+    return torch.zeros(1, 2).expand(3, 2)
+
+
+def infer() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3, 2)
+
+
+@pytest.mark.parametrize("make", [expand, infer, lambda: torch.zeros(3, 2).to_sparse()])
+@pytest.mark.parametrize("way", ["checkpoint", "full", "function", "method"])
+def test_buffers_that_cannot_be_written(
+    tmp_path: Path, make: Callable[[], Tensor], way: str
+) -> None:
+    """No load writes the parameters first and fails then; ``assign=True`` writes into none."""
+
+    def net(value: float, buffer: Tensor) -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        for param in model.parameters():
+            nn.init.constant_(param, value)
+        model.register_buffer("table", buffer)
+        fc.fully_shard(model[0])
+        return fc.fully_shard(model, init="as_is")
+
+    def run(rank: int) -> None:
+        saved, model = net(1, torch.ones(3, 2)), net(0, make())
+        loads: dict[str, Callable[[], Any]] = {
+            "checkpoint": lambda: fc.load_checkpoint(tmp_path / "parts", model),
+            "full": lambda: fc.load_full(tmp_path / "whole", model),
+            "function": lambda: fc.load_state_dict(model, state),
+            "method": lambda: model.load_state_dict(state),
+        }
+        fc.save_checkpoint(tmp_path / "parts", saved)
+        fc.save_full(tmp_path / "whole", saved)
+        state = fc.state_dict(saved)
+        with pytest.raises(RuntimeError, match=r"unchanged:\n  'table' (has|of the module)"):
+            loads[way]()
+        for param in model.parameters():
+            assert not param.full_tensor().any()
+        model.load_state_dict(state, assign=True)
+        for param in model.parameters():
+            assert param.full_tensor().all()
+        assert model.table.all()
+
+    simulate_ranks(run, 2)

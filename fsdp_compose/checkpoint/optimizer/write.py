@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.checkpoint.contents import require_released
-from fsdp_compose.checkpoint.model import describe_lone_slice, list_problems
+from fsdp_compose.checkpoint.model import describe_lone_slice
 from fsdp_compose.checkpoint.optimizer.agree import agree_on_given
 from fsdp_compose.checkpoint.optimizer.fit import (
     NUMBERS,
@@ -68,6 +68,7 @@ from fsdp_compose.checkpoint.values import (
     describe_unreadable,
     fit,
     gather_whole,
+    list_problems,
     needs_gather,
     whole_shape,
 )
@@ -303,8 +304,7 @@ def _find_differences(targets: Targets, given: Mapping[str, Any]) -> list[str]:
 def _is_number(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return isinstance(value, int | float)
-    is_whole = not (value.is_meta or value.is_complex() or is_sharded(value))
-    return is_whole and value.numel() == 1
+    return value.numel() == 1 and not (value.is_meta or value.is_complex() or is_sharded(value))
 
 
 def _check_readable(targets: Targets, given: Mapping[str, Any]) -> None:
