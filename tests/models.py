@@ -259,6 +259,18 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def step_in_backward(model: nn.Module) -> None:
+    """Step each parameter by itself, in a hook, as soon as its gradient is there."""
+    for param in model.parameters():
+        optim = sgd([param])
+
+        def step(_: Tensor, optim: torch.optim.Optimizer = optim) -> None:
+            optim.step()
+            optim.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+
+
 def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
 

@@ -21,7 +21,7 @@ from fsdp_compose.base.process import here
 
 from harness import rank_errors, run_ranks
 from laws import Levels, inside_out
-from models import Tower, Twin, by_block, data, seeded, sgd, square, whole
+from models import Tower, Twin, by_block, data, seeded, square, step_in_backward, whole
 
 
 def outside_in(model: nn.Module, **options: Any) -> nn.Module:
@@ -95,17 +95,6 @@ def test_reentrant_checkpoint_around_a_part() -> None:
     run_ranks(train, 2)
 
 
-def optimizer_in_backward(model: nn.Module) -> None:
-    for param in model.parameters():
-        optim = sgd([param])
-
-        def step(p: Any, optim: torch.optim.Optimizer = optim) -> None:
-            optim.step()
-            optim.zero_grad()
-
-        param.register_post_accumulate_grad_hook(step)
-
-
 def twice(model: nn.Module, x: Tensor) -> Tensor:
     """A loss over two forwards, as in contrastive training and DPO."""
     return model(x).square().mean() - model(x * 0.5).tanh().mean()
@@ -118,8 +107,8 @@ def test_an_optimizer_in_backward_steps_on_sums(forward: Callable[..., Tensor]) 
     def train(rank: int) -> None:
         for build, shard in ((Levels, inside_out), (Tower, by_block)):
             twin = Twin(rank, 2, build, shard)
-            optimizer_in_backward(twin.model)
-            optimizer_in_backward(twin.reference)
+            step_in_backward(twin.model)
+            step_in_backward(twin.reference)
             for seed in range(3):
                 twin.backward(forward, seed)
                 assert all(p.grad is None for p in twin.model.parameters())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_compose import (
     Prefetch,
@@ -30,6 +30,7 @@ from models import (
     seeded,
     sgd,
     square,
+    step_in_backward,
     units,
     whole,
 )
@@ -101,18 +102,7 @@ def test_backward_prefetch_after_a_units_backward() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_in_backward_keep_units_ahead(depth: int) -> None:
     """An optimizer that steps in hooks has no unit gathered again that it did not step."""
-
-    def attach(model: nn.Module) -> None:
-        for param in model.parameters():
-            optim = sgd([param])
-
-            def step(_: Tensor, optim: torch.optim.Optimizer = optim) -> None:
-                optim.step()
-                optim.zero_grad()
-
-            param.register_post_accumulate_grad_hook(step)
-
-    assert second_step(Prefetch(backward=depth), attach) == (FORWARD[1], BACKWARD[depth])
+    assert second_step(Prefetch(backward=depth), step_in_backward) == (FORWARD[1], BACKWARD[depth])
 
 
 def test_no_backward_prefetch() -> None:
