@@ -461,6 +461,7 @@ def _child(
 def _begin_rank(output: IO[bytes], stacks: IO[bytes], timeout: float) -> None:
     """Make the fork a process of its own: output, signals, one thread, a seed."""
     gc.freeze()  # what the parent left as garbage is not this rank's to finalise
+    gc.callbacks.clear()  # in which hypothesis measures each collection
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout + GRACE + 10)  # should the parent be gone
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent tells us by SIGKILL

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import add
 from typing import ClassVar
 
 from fsdp_compose.base.process import Traffic, here
@@ -23,8 +24,7 @@ class TrafficReport(Traffic):
     DERIVED: ClassVar = ("collectives", "total_bytes")
 
     def __add__(self, other: TrafficReport) -> TrafficReport:
-        more = asdict(other)
-        return TrafficReport(**{name: value + more[name] for name, value in asdict(self).items()})
+        return TrafficReport(*map(add, vars(self).values(), vars(other).values()))
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
