@@ -116,7 +116,7 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         WRITES, "test_writes_into_gradients_that_differ_raise",
     ),
     "writes of optimizers": (
-        put(step_guard, "_note_writes", lambda are_noted: None),
+        put(step_guard, "_note_begin", lambda optimizer: None),
         WRITES, "test_steps_of_optimizers_note_nothing",
     ),
     "that ranks have loaded": (

@@ -27,6 +27,7 @@ from fsdp_compose.base.wording import describe_clipping
 _STATE_WALK = "torch.distributed._state_dict_utils"
 _clip: Any = inspect.unwrap(torch.nn.utils.clip_grad_norm_)
 _total_norm: Any = inspect.unwrap(torch.nn.utils.get_total_norm)
+_step: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
 _cast: Any = inspect.unwrap(torch.optim.Optimizer._process_value_according_to_param_policy)
 _asking = {
     inspect.unwrap(function).__code__
@@ -74,6 +75,15 @@ def tensors_of_total_norm() -> list[Any] | None:
     if given is None:
         return None
     return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def is_stepping(optimizer: object = None) -> bool:
+    """Whether a step of an optimizer is on this thread's stack; of this one, where it is given."""
+    code = _step.__code__
+    return any(
+        frame.f_code is code and (optimizer is None or frame.f_locals.get("self") is optimizer)
+        for frame in walk_stack()
+    )
 
 
 def in_functional_call() -> bool:

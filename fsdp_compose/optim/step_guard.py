@@ -24,9 +24,10 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
+from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.callers import count_calls
 from fsdp_compose.core.guards.collective_log import Log
-from fsdp_compose.core.guards.compared_steps import Settings
+from fsdp_compose.core.guards.compared_steps import Begun, Settings
 from fsdp_compose.core.guards.interrupts import clear_interrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.guards.units import list_all_units, list_nested
@@ -58,7 +59,7 @@ def _before_step(
         raise
     bring_scale(optimizer)
     hook_slice_step(optimizer)
-    _note_writes(False)
+    _note_begin(optimizer)
     if not rested:
         return None
     if len(args) > 1 and args[1] is not None:
@@ -83,7 +84,9 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     unhook_slice_step(optimizer)
-    _note_writes(True)
+    for engine in here.engines.values():
+        for log in engine.logs.values():
+            log.steps.end(optimizer)
     _note_step(optimizer)
     units = list_all_units()
     for bucket in [bucket for unit in units for bucket in unit.buckets]:
@@ -91,11 +94,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     show_current(units)
 
 
-def _note_writes(are_noted: bool) -> None:
-    """Note what is written into parameters, or not: of a step, ranks compare the settings."""
-    for engine in here.engines.values():
-        for log in engine.logs.values():
-            log.steps.writes.are_noted = are_noted
+def _note_begin(optimizer: torch.optim.Optimizer) -> None:
+    """Note no writes into parameters: of a step, ranks compare the settings, if it ends."""
+    ref, kind = weakref.ref(optimizer), type(optimizer).__name__
+    buckets = [bucket for unit in list_all_units() for bucket in unit.buckets]
+    for log in {bucket.users.caller for bucket in buckets}:
+        if isinstance(log, Log):
+            shared = [bucket for bucket in buckets if bucket.users.caller is log]
+            versions = [(weakref.ref(bucket), versions_of(bucket)) for bucket in shared]
+            log.steps.begin(Begun(ref, kind, versions))
 
 
 def _note_step(optimizer: torch.optim.Optimizer) -> None:

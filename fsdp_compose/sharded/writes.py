@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compose.base.torch_private import transforms_active
+from fsdp_compose.base.torch_stack import is_stepping
 from fsdp_compose.sharded.spec import ShardSpec, Writes
 
 __all__ = ["GRADIENT", "PARAMETER", "crc_of", "note_call", "note_lists", "note_write"]
@@ -44,7 +45,7 @@ def note_write(target: Any, name: str, values: Sequence[Any], noted: str = "") -
     if spec is None or not target._noted or transforms_active():
         return
     writes, noted = spec.residence.writes, noted or target._noted
-    if writes is not None and writes.are_noted and not _are_factors(values, noted):
+    if writes is not None and _are_noted(writes) and not _are_factors(values, noted):
         text = f"{name}({', '.join([_describe(value) for value in values])})"
         where = "" if target._is_parameter else f"{spec.offset} {tuple(spec.shape)}"
         what = f"{noted} {spec.fqn!r}"
@@ -68,7 +69,7 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     for index, target in enumerate(targets):
         spec = _spec_of(target)
         writes = None if spec is None else spec.residence.writes
-        if spec is not None and writes is not None and writes.are_noted:
+        if spec is not None and writes is not None and _are_noted(writes):
             given = [_describe(each[index]) for each in lists]
             key = f"{spec.unit} {spec.fqn} {spec.offset} {func.__name__} {shared} {given}"
             totals[id(writes)] = totals.get(id(writes), 0) + zlib.crc32(key.encode()) ** 2
@@ -76,6 +77,11 @@ def note_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     for number, (writes, spec) in zip(totals.values(), found.values(), strict=True):
         what = f"{first._noted} {spec.fqn!r} in a list"
         _add(writes, ("", first._noted), number, (spec.unit, what, func.__name__))
+
+
+def _are_noted(writes: Writes) -> bool:
+    """Whether no optimizer is stepping; a step that raised has told nobody of its end."""
+    return writes.are_noted or not is_stepping()
 
 
 def _add(writes: Writes, place: tuple[str, str], number: int, last: tuple[str, str, str]) -> None:

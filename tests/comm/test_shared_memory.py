@@ -508,7 +508,7 @@ def test_other_bytes_are_an_error_before_they_are_read() -> None:
         model = fully_shard(nn.Linear(64, 64))
         model(torch.ones(1, 64)).sum().backward()
         if rank:
-            model.weight._shard_spec.residence.writes.are_noted = False  # which would tell before
+            model.weight._shard_spec.residence.writes = None  # which would tell before
             model.half()
         with torch.no_grad():
             model(torch.ones(1, 64, dtype=next(model.parameters()).dtype))

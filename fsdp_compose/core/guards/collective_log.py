@@ -181,7 +181,7 @@ class Log:
             raise StepDiscarded({})
         if len(self.events) >= MAX_EVENTS:
             self.end_step(trained=False)
-        if not self.events and self.steps.writes.found:
+        if not self.events and self.steps.have_writes():
             self._add_writes()
         self.events.append(event)
         if self.is_stepwise and not is_capturing():
@@ -217,7 +217,7 @@ class Log:
         previous, self.pending = self.pending, None
         if previous is not None:
             self._check(previous)
-        if self.steps.writes.found:
+        if self.steps.have_writes():
             self._add_writes()
         if self.steps.parameter is not None:
             self.events.append((_STEPPED, STEPPED, *self.steps.parameter))

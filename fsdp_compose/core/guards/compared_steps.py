@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch.optim import Optimizer
+
+from fsdp_compose.base.torch_stack import is_stepping
+from fsdp_compose.buckets.bucket import Bucket
+from fsdp_compose.buckets.gather import versions_of
 from fsdp_compose.core.guards.rank_differences import CHANGE, Event
 from fsdp_compose.sharded import Writes
 from fsdp_compose.sharded.writes import GRADIENT
@@ -20,6 +27,26 @@ class Settings:
     by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
     """The settings as texts, by (unit, parameter) and name."""
     is_of_step: bool = True  # not of what a backward adds to
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """An optimizer's step that has begun and has not ended without an error."""
+
+    optimizer: weakref.ref[Optimizer]
+    kind: str
+    versions: list[tuple[weakref.ref[Bucket], tuple[int, ...]]]  # as it began
+
+    @property
+    def is_under_way(self) -> bool:
+        optimizer = self.optimizer()
+        return optimizer is not None and is_stepping(optimizer)
+
+    def list_written(self) -> list[tuple[Bucket, int]]:
+        """The buckets that were written since, and how often, so far as torch counts."""
+        pairs = [(bucket, before) for ref, before in self.versions if (bucket := ref()) is not None]
+        counts = [(bucket, sum(versions_of(bucket)) - sum(before)) for bucket, before in pairs]
+        return [(bucket, count) for bucket, count in counts if count]
 
 
 def number_of(settings: Sequence[Settings]) -> int:
@@ -45,12 +72,45 @@ class Steps:
     are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
     writes: Writes = field(default_factory=Writes)  # outside of those steps
     noted: Writes = field(default_factory=Writes)  # those that are events of the step under way
+    begun: Begun | None = None  # the step under way, or one that raised since
     failures: int = 0  # of other ranks in scopes, that this one was told of and is still inside
 
     def forget(self) -> None:
         """Forget the steps and writes that the ranks have compared; not what was written since."""
         self.parameter, self.settings, self.writes.are_noted = None, {}, True
         self.noted.found.clear()
+        if self.begun is not None and not self.begun.is_under_way:
+            self.begun = None
+
+    def begin(self, step: Begun) -> None:
+        """A step begins, which may be inside another one's."""
+        self.end_failed()
+        self.begun, self.writes.are_noted = self.begun or step, False
+
+    def end(self, optimizer: Optimizer) -> None:
+        """The step of an optimizer ends without an error."""
+        self.writes.are_noted = True
+        if self.begun is not None and self.begun.optimizer() is optimizer:
+            self.begun = None
+
+    def end_failed(self) -> None:
+        """Let what a step has written that ended with an error be a write of the program.
+
+        Ranks whose steps ended at the same place have written the same.
+        """
+        begun = self.begun
+        if begun is None or begun.is_under_way:
+            return
+        self.begun, self.writes.are_noted = None, True
+        if written := begun.list_written():
+            text = f"a step of {begun.kind} that raised after {sum(n for _, n in written)} writes"
+            number, unit = zlib.crc32(text.encode()), written[0][0].entries[0].spec.unit
+            self.writes.found["", "of a step"] = number, unit, "parameters", text
+
+    def have_writes(self) -> bool:
+        """Whether anything was written outside of steps that ended."""
+        self.end_failed()
+        return bool(self.writes.found)
 
     def forget_all(self) -> None:
         """Forget what was written since, too."""
@@ -87,8 +147,10 @@ class Steps:
 
     def list_writes(self) -> list[Event]:
         """What was written, as events, in one order on every rank."""
+        self.end_failed()
         events: list[Event] = []
-        for _, (number, unit, what, text) in sorted(self.writes.found.items()):
+        places = sorted(self.writes.found, key=lambda place: (not place[0], place))
+        for number, unit, what, text in map(self.writes.found.__getitem__, places):
             code = number << 2 & _MASK | 2
             events.append((code, CHANGE, unit, f"{what}, last by {text}; checksum {code:016x}"))
         return events
