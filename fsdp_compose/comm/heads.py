@@ -181,6 +181,10 @@ class Heads:
         """The tag of what follows: the data, or the flags where ``kind`` says so."""
         return kind | hash((self.epoch, *self.sent[:FLAGS])) & (kind - 1)
 
+    def are_apart(self) -> bool:
+        """Whether a rank that met is in groups of which none has the ranks of the others."""
+        return any(row[KIND] == MEETING and row[OFFER] for row in self.arrived())
+
     def offers(self) -> list[Offer]:
         """What each rank of the group offers in its memory, by rank; when the heads are there."""
         rows = self.arrived()
@@ -357,13 +361,16 @@ def compare_heads(both: list[int], groups: Sequence[Group], caller: Caller) -> l
     return both
 
 
-def tell(caller: Caller, code: int, group: Group) -> Heads:
+def tell(caller: Caller, code: int, group: Group, is_apart: bool = False) -> Heads:
     """Tell every rank of ``group``, wherever it waits for data of this one, to meet with ``code``.
 
     A rank tells all of its groups before it hears any: ranks wait for each other across groups.
+
+    Args:
+        is_apart: for ``are_apart``; stands where nothing is offered.
     """
-    head = (code, *[0] * (KIND - 1))
-    return send_heads(caller, head, group, "end a skippable step", kind=MEETING)
+    head, offer = (code, *[0] * (KIND - 1)), Offer(int(is_apart))
+    return send_heads(caller, head, group, "end a skippable step", kind=MEETING, offer=offer)
 
 
 def hear(told: Heads) -> None:

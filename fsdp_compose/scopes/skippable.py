@@ -328,13 +328,18 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
 
     Raises:
         RuntimeError: ranks ran different units.
+
+    Where a rank is in groups of which none has all ranks of the others, so that it is apart, its
+    peers hear of that as they meet: all ranks then meet once more, together.
     """
     if step._own:
         step.reasons[get_global_rank()] = step._own
+    spanning = links.list_spanning() if links.can_tell else []
+    is_apart = bool(links.epochs) and not spanning
     if links.can_tell:
         code = KEPT if step._own is None else DISCARDED
         told = [
-            (log, group, None if group in log.unmet else comm.tell(log, code, group))
+            (log, group, None if group in log.unmet else comm.tell(log, code, group, is_apart))
             for log, group in links.list_untold()
         ]
         for log, group, heads in told:
@@ -344,13 +349,16 @@ def _agree(step: SkippableStep, links: _Links, beside: list[Group], stages: list
                 if heads is None:
                     log.disagree(group, meets=DISCARDED)
                 comm.hear(heads)
+                is_apart = is_apart or (not heads.is_outdated() and heads.are_apart())
             except StepDiscarded as found:
                 step._hear(found)
-    spanning = links.list_spanning() if links.can_tell else []
-    if links.epochs and not spanning:
+        kept = set() if code == DISCARDED else {group for _, group in links.list_untold()}
+        for group in {group: None for _, group in links.epochs if group not in kept}:
+            for notes in comm.gather_objects((step.reasons, is_apart), group, SKIPPING):
+                step.reasons.update(notes[0])
+                is_apart = is_apart or notes[1]
+    if is_apart:
         beside = [group_of(dist.group.WORLD, links.engines[0].streams.device)]
-    elif step._own is not None:  # so on all ranks of that group, each with its own reason
-        beside = [*spanning, *beside]
     for group in (*beside, *stages):
         for reasons in comm.gather_objects(step.reasons, group, SKIPPING):
             step.reasons.update(reasons)

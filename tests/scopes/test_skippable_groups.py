@@ -61,3 +61,34 @@ def test_groups_are_met_in_one_order() -> None:
         return step.reasons
 
     assert simulate_ranks(ranks, 4) == [{2: "rank 2 said so"}] * 4
+
+
+@pytest.mark.parametrize("how", ["raise", "nan", "late", "keep"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_groups_that_overlap(how: str, bad: int) -> None:
+    """Of ranks 0 to 3 each but the first and the last is in two groups, and all skip alike."""
+
+    def ranks(rank: int) -> list[list[int]]:
+        pairs = [dist.new_group([first, first + 1]) for first in range(3)]
+        parts = nn.ModuleList()
+        for first in range(3):
+            if rank in (first, first + 1):
+                part = fully_shard(seeded(lambda: nn.Linear(WIDTH, WIDTH)), mesh=pairs[first])
+                set_gradient_divide_factor(part, 4)
+                parts.append(part)
+        found: list[list[int]] = []
+        for seed in range(3):
+            fails = seed == 1 and rank == bad
+            with skippable_step(parts, finite_gradients=True) as step:
+                if fails and how == "raise":
+                    raise ValueError(how)
+                x = data(seed, rank) * (float("nan") if fails and how == "nan" else 1.0)
+                sum(part(x).square().mean() for part in parts).backward()
+                if fails and how == "late":
+                    raise ValueError(how)
+            found.append(sorted(step.reasons))
+            parts.zero_grad()
+        return found
+
+    hears = {"keep": [], "nan": [r for r in range(4) if abs(r - bad) < 2]}.get(how, [bad])
+    assert simulate_ranks(ranks, 4) == [[[], hears, []]] * 4
