@@ -250,6 +250,7 @@ class _Links:
     engines: list[Engine]
     logs: list[Log]
     epochs: dict[tuple[Log, Group], int]  # when the scope was entered
+    stepped: dict[Log, object]  # what optimizers had stepped then, not compared yet
 
     @classmethod
     def of(cls, units: list[Unit]) -> _Links:
@@ -264,7 +265,8 @@ class _Links:
         # ones.
         links.sort(key=lambda link: (link[1].size, link[1].ranks))
         epochs = {(log, group): epoch_of(group) for log, group in links}
-        return cls(list(dict.fromkeys(unit.engine for unit in units)), logs, epochs)
+        stepped: dict[Log, object] = {log: log.steps.parameter for log in logs}
+        return cls(list(dict.fromkeys(unit.engine for unit in units)), logs, epochs, stepped)
 
     @contextmanager
     def postpone_meetings(self) -> Iterator[None]:
@@ -311,7 +313,9 @@ class _Links:
         """
         for log in self.logs:
             log.start_over([group for one, group in self.list_untold() if one is log])
+            inside = log.steps.parameter  # what was stepped in the scope stays so
             log.steps.forget_all()  # some ranks may have ended the step, and compared it
+            log.steps.parameter = None if inside is self.stepped[log] else inside
         for engine in self.engines:
             recover(engine, restored)
             forget_orders(engine)  # some ranks may have run the step to its end

@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_compose import fully_shard, set_gradient_divide_factor, skippable_step
 
 from harness import simulate_ranks
-from models import WIDTH, data, seeded
+from models import WIDTH, data, seeded, sgd
 
 RANKS = 3
 
@@ -92,3 +92,31 @@ def test_groups_that_overlap(how: str, bad: int) -> None:
 
     hears = {"keep": [], "nan": [r for r in range(4) if abs(r - bad) < 2]}.get(how, [bad])
     assert simulate_ranks(ranks, 4) == [[[], hears, []]] * 4
+
+
+def test_a_step_inside_that_one_rank_left_out() -> None:
+    """The scope puts no weights back: every rank raises in the next step, not where all stepped."""
+
+    def ranks(rank: int, before: bool) -> None:
+        model = fully_shard(seeded(lambda: nn.Linear(WIDTH, WIDTH)))
+        optim = sgd(model.parameters())
+
+        def run(fails: bool) -> bool:
+            with skippable_step(model) as step:
+                model(data(0, rank)).sum().backward()
+                if fails and before:
+                    raise ValueError("before the step")
+                optim.step()
+                if fails:
+                    raise ValueError("after the step")
+            return step.skipped
+
+        assert [run(False), run(False), run(rank == 0)] == [False, False, True]
+        if before:
+            with pytest.raises(RuntimeError, match=r"step\(\) was left out on rank 0 before step"):
+                run(False)
+        else:
+            assert not run(False)
+
+    for before in (True, False):
+        simulate_ranks(ranks, 2, before)
