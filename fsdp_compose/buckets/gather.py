@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 
@@ -24,6 +26,14 @@ def versions_of(bucket: Bucket) -> tuple[int, ...]:
     """How often the shard, then each of its parameters, was written in a way autograd can see."""
     version = bucket.history.earlier + bucket.stored._version
     return (version, *call_raw(tuple, (), (map(read_version, bucket.views.params),)))
+
+
+def count_writes(buckets: Sequence[Bucket]) -> int:
+    """How often their shards and parameters were written, together, as ``versions_of`` has it."""
+    params = chain.from_iterable(map(attrgetter("views.params"), buckets))
+    tensors = chain(map(attrgetter("stored"), buckets), params)
+    earlier = sum(map(attrgetter("history.earlier"), buckets))
+    return earlier + call_raw(sum, (), (map(read_version, tensors),))
 
 
 def stamp_of(bucket: Bucket) -> object:

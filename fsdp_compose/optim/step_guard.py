@@ -24,7 +24,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
-from fsdp_compose.buckets.gather import versions_of
+from fsdp_compose.buckets.gather import count_writes
 from fsdp_compose.core.guards.callers import count_calls
 from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.compared_steps import Begun, Settings
@@ -95,14 +95,18 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _note_begin(optimizer: torch.optim.Optimizer) -> None:
-    """Note no writes into parameters: of a step, ranks compare the settings, if it ends."""
+    """Note no writes into parameters: of a step, ranks compare the settings, if it ends.
+
+    Torch's own steps write all parameters or, where they raise, none; those of others are counted.
+    """
     ref, kind = weakref.ref(optimizer), type(optimizer).__name__
-    buckets = [bucket for unit in list_all_units() for bucket in unit.buckets]
-    for log in {bucket.users.caller for bucket in buckets}:
-        if isinstance(log, Log):
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    for engine in here.engines.values():
+        buckets = [] if is_torchs else [bucket for unit in engine.units for bucket in unit.buckets]
+        for log in engine.logs.values():
             shared = [bucket for bucket in buckets if bucket.users.caller is log]
-            versions = [(weakref.ref(bucket), versions_of(bucket)) for bucket in shared]
-            log.steps.begin(Begun(ref, kind, versions))
+            refs = list(map(weakref.ref, shared))
+            log.steps.begin(Begun(ref, kind, refs, count_writes(shared)))
 
 
 def _note_step(optimizer: torch.optim.Optimizer) -> None:

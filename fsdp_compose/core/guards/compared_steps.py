@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fsdp_compose.base.torch_stack import is_stepping
 from fsdp_compose.buckets.bucket import Bucket
-from fsdp_compose.buckets.gather import versions_of
+from fsdp_compose.buckets.gather import count_writes
 from fsdp_compose.core.guards.rank_differences import CHANGE, Event
 from fsdp_compose.sharded import Writes
 from fsdp_compose.sharded.writes import GRADIENT
@@ -35,18 +35,22 @@ class Begun:
 
     optimizer: weakref.ref[Optimizer]
     kind: str
-    versions: list[tuple[weakref.ref[Bucket], tuple[int, ...]]]  # as it began
+    buckets: list[weakref.ref[Bucket]]  # none: what is written into them is not counted
+    writes: int  # into these, as it began
 
     @property
     def is_under_way(self) -> bool:
         optimizer = self.optimizer()
         return optimizer is not None and is_stepping(optimizer)
 
-    def list_written(self) -> list[tuple[Bucket, int]]:
-        """The buckets that were written since, and how often, so far as torch counts."""
-        pairs = [(bucket, before) for ref, before in self.versions if (bucket := ref()) is not None]
-        counts = [(bucket, sum(versions_of(bucket)) - sum(before)) for bucket, before in pairs]
-        return [(bucket, count) for bucket, count in counts if count]
+    def describe_writes(self) -> tuple[str, str]:
+        """(unit, text): what was written since, so far as torch counts; no text: nothing was."""
+        buckets = [bucket for ref in self.buckets if (bucket := ref()) is not None]
+        count = count_writes(buckets) - self.writes
+        if not count or len(buckets) < len(self.buckets):
+            return "", ""
+        unit = buckets[0].entries[0].spec.unit
+        return unit, f"a step of {self.kind} that raised after {count} writes"
 
 
 def number_of(settings: Sequence[Settings]) -> int:
@@ -102,9 +106,9 @@ class Steps:
         if begun is None or begun.is_under_way:
             return
         self.begun, self.writes.are_noted = None, True
-        if written := begun.list_written():
-            text = f"a step of {begun.kind} that raised after {sum(n for _, n in written)} writes"
-            number, unit = zlib.crc32(text.encode()), written[0][0].entries[0].spec.unit
+        unit, text = begun.describe_writes()
+        if text:
+            number = zlib.crc32(text.encode())
             self.writes.found["", "of a step"] = number, unit, "parameters", text
 
     def have_writes(self) -> bool:
