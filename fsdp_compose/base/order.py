@@ -16,9 +16,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 Ref = weakref.ref[Any]
+Turn = Literal["reached", "forward", "ended"]
+"""Of a backward: it reached a visitor, ran its forward again, or one inside it ended."""
 _visitor_of = weakref.ref.__call__
 
 MAX_PASSES = 256
@@ -52,6 +54,8 @@ class Order:
         last: passes of the last sequence, quiet ones too.
         routes: each pass in which a visitor ran last, quiet ones too; the last one first.
         first: what began the first pass of the sequence under way that was not quiet.
+        inner, last_inner: of a backward, under way or the last one: whose forwards it ran again, or
+            None where a backward inside it ended, each with how many visits came before.
         place: index in ``recorded`` of the pass that the present one should repeat; None: unknown.
         cursor: position in that pass behind the last visit.
     """
@@ -67,6 +71,8 @@ class Order:
     is_open: bool = False  # a pass is under way
     routes: list[Pass] = field(default_factory=list)
     first: Ref | None = None
+    inner: list[tuple[int, Ref | None]] = field(default_factory=list)
+    last_inner: list[tuple[int, Ref | None]] = field(default_factory=list)
 
     def begin(self, visitor: Any) -> None:
         """Start a pass with ``visitor``."""
@@ -140,7 +146,20 @@ class Order:
             if self.current != self.last:
                 self.routes = _find_routes([*reversed(self.current), *self.routes])
             self.last, self.current = self.current, []
+        self.last_inner, self.inner = self.inner, []
         self.place, self.cursor, self.is_open, self.first = None, 0, False, None
+
+    def note_inner(self, visitor: Any | None) -> None:
+        """Note that a backward runs a forward of ``visitor`` again; None: one inside it ended."""
+        ref = None if visitor is None else weakref.ref(visitor)
+        self.inner.append((sum(map(len, self.current)), ref))
+
+    def list_turns(self) -> list[tuple[Turn, Any]]:
+        """What the last backward did, with which visitor."""
+        turns: list[tuple[Turn, Any]] = [("reached", ref()) for refs in self.last for ref in refs]
+        for place, ref in reversed(self.last_inner):
+            turns.insert(place, ("ended", None) if ref is None else ("forward", ref()))
+        return [turn for turn in turns if turn[0] == "ended" or turn[1] is not None]
 
     def _shorten(self) -> None:
         """Forget the quiet passes of a long sequence, or end it where it is long without them."""
@@ -163,6 +182,7 @@ class Order:
 
     def forget(self) -> None:
         """Forget the sequence under way, a pass or the backward of which was interrupted."""
+        self.inner.clear()
         self.current.clear()
         del self.recorded[self.known :]
         self.place, self.cursor, self.is_open, self.first = None, 0, False, None

@@ -121,7 +121,9 @@ def end_task(engine: Engine, task_id: int) -> None:
     for unit in engine.retained if task.consumed else ():
         unit.graphs.readers.difference_update(task.consumed)
     drop_unread(engine)
-    if not engine.tasks:
+    if engine.tasks:
+        engine.schedule.backward_order.note_inner(None)
+    else:
         if len(engine.logs) > len(engine.reached):
             reach_frozen(engine)
         engine.schedule.end_backward()

@@ -4,6 +4,7 @@ Files, each importing only from those above it:
 
     buckets   a bucket's figures, of a sharded module or of a plan
     survey    a module's units and buckets as integers and names
+    arrange   the events of a step as units are known to run
     static_buffers  what is kept at fixed addresses
     text      numbers, tables, dataclasses as plain data
     traffic   what is communicated: counted in a scope, or planned

@@ -96,8 +96,8 @@ def plan(
 
     The module may be on the meta device. One that is sharded already, or has units in it, is
     described as it is. The step that is described is a steady one: a forward that runs each module
-    once in the order of registration, or units that have run in theirs, its backward with every
-    gradient synchronised, an optimizer step, and gradients set to None. Nothing communicates.
+    once in the order of registration, or units that have run as they ran last, its backward with
+    every gradient synchronised, an optimizer step, and gradients set to None. Nothing communicates.
 
     Args:
         module: as for ``fully_shard``; of a sequence, the modules of one unit.

@@ -1,21 +1,23 @@
 """A training step played with integers: what is gathered, packed and received at every moment.
 
 The engine's own ``Schedule`` decides, and a ledger counts bytes where the engine moves them. So
-traffic and memory are those of a real step as far as the forward runs each module once, in the
-order of registration or that of the last forward, on one device, and gradients are synchronised.
+traffic and memory are those of a real step as far as the forward runs each module once in the
+order of registration, or as the last step ran them, on one device, and gradients are synchronised.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.core.schedule import Backward, Expected, Hold, Schedule
+from fsdp_compose.report.arrange import Inner, arrange, find_inner, find_reached, reverse
 from fsdp_compose.report.static_buffers import find_static_buffers
-from fsdp_compose.report.survey import Event, Record, Survey, Use
+from fsdp_compose.report.survey import Record, Survey, Use
 from fsdp_compose.report.traffic import TrafficReport
 
 
@@ -79,8 +81,13 @@ class _Node:
     expected: Expected = field(default_factory=Expected)
     holds: set[Hold] = field(default_factory=set)
     opened: bool = False  # in backward
+    inner: Inner = field(default_factory=Inner)  # what happens while it is
     gradients: dict[int, int] = field(default_factory=dict)
     transposed: set[int] = field(default_factory=set)  # parameters whose gradient so far is a view
+
+
+_Call = Literal["first", "joined", "later"]
+"""Of a unit in a forward: the gradients of one that is joined arrive with those of one before."""
 
 
 @dataclass
@@ -336,8 +343,10 @@ class _Player:
     """Tells a schedule the events of a step, as hooks and autograd tell the engine's."""
 
     def __init__(self, survey: Survey) -> None:
-        self.events = survey.played
-        self.reached, self.bounded = _graph(self.events)
+        self.events = arrange(survey)
+        self.reached, self.bounded = find_reached(self.events)
+        self.inner = find_inner(survey.turns)
+        self.calls: dict[int, _Call] = {}  # by the id of the event that enters a unit
         self.nodes = {id(record): _node(record) for record in survey.records}
         for node in self.nodes.values():
             for name in ("forward_list", "backward_list"):
@@ -367,15 +376,23 @@ class _Player:
         return self.ledger.peak, self.ledger.traffic
 
     def _forward(self) -> None:
-        schedule = self.schedule
+        schedule, latest = self.schedule, None
+        ran: set[_Node] = set()  # in the outermost forward under way
         for event in self.events:
             node = self.nodes[id(event.record)]
             self.ledger.at = ("forward", node.name)
             if event.use is not None:
                 continue
             if event.enters:
+                if not schedule.active:
+                    latest = None
+                    ran.clear()
                 schedule.active.append(node)
                 schedule.enter_forward(node, recomputing=False)
+                is_current = len(node.holds) > 1 or latest is node
+                call: _Call = "first" if node not in ran else "joined" if is_current else "later"
+                self.calls[id(event)], latest = call, node
+                ran.add(node)
                 schedule.look_ahead(node)
             else:
                 schedule.active.pop()
@@ -388,17 +405,30 @@ class _Player:
     def _backward(self) -> None:
         schedule, ledger = self.schedule, self.ledger
         schedule.drop_prefetched()
-        for event in _reverse(self.events):
+        times: Counter[_Node] = Counter()
+        for event in reverse(self.events):
             node = self.nodes[id(event.record)]
             ledger.at = ("backward", node.name)
+            call = self.calls[id(event)] if event.enters else "first"
             if event.use is not None:
                 if event.use.grad_bytes:
                     self._make_gradient(node, event.use, event.in_product)
+            elif event.leaves and id(event) in self.reached and node.opened:
+                ledger.finish_reductions()  # before an earlier call
             elif event.leaves and id(event) in self.reached:
                 node.opened = True
                 if node.expected.is_read:
+                    node.inner = self.inner.get((id(node.record), times[node]), Inner())
+                    times[node] += 1
+                    self._recompute(node.inner.before)
                     schedule.enter_backward(node)
                     schedule.look_back(node)
+                    self._recompute(node.inner.within)
+            elif call == "joined" and node.routes and not node.inner.is_apart:
+                continue
+            elif call == "later" and node.gradients and not node.inner.is_apart:
+                node.opened = False
+                schedule.receive(node, (), ends_backward=True)
             elif event.enters and node.routes and node.gradients:
                 node.opened = False
                 schedule.receive(node, [(i, node) for i in node.routes], ends_backward=True)
@@ -408,15 +438,22 @@ class _Player:
             elif event.enters and node.opened and id(event) in self.bounded:
                 node.opened = False
                 schedule.leave_backward(node)
+            if event.enters and node.inner.ends and not node.opened:
+                ledger.finish_reductions()
         packed = [i for i, is_packed in enumerate(ledger.is_packed) if is_packed]
         schedule.reduce_rest([(i, ledger.makers[i][0]) for i in packed])
         for node in self.nodes.values():
-            if node.opened:
+            if node.opened or Hold.BACKWARD in node.holds:
                 node.opened = False
                 schedule.leave_backward(node, ended=True)
         schedule.end_backward()
         ledger.end_copies()
         ledger.received.clear()
+
+    def _recompute(self, records: Sequence[Record]) -> None:
+        for node in (self.nodes[id(record)] for record in records):
+            self.schedule.enter_forward(node, recomputing=True)
+            self.schedule.leave_forward(node, "seen", training=True, recomputing=True)
 
     def _make_gradient(self, node: _Node, use: Use, in_product: bool) -> None:
         """Autograd adds up what comes from several places that read one parameter."""
@@ -428,7 +465,6 @@ class _Player:
             return
         # A product's gradient is a transposed view, which autograd does not add to in place.
         others = 2 if use.param in node.transposed else 1
-        node.transposed.discard(use.param)
         self.ledger.change(gradients=others * use.grad_bytes)
         self.ledger.change(gradients=-others * use.grad_bytes)
 
@@ -437,44 +473,6 @@ def _node(record: Record) -> _Node:
     keeping = _Keeping(record.keep, record.reshard_after_backward)
     expected = Expected(is_read=not (record.is_unread and record.routes))
     return _Node(record, record.name, record.routes, record.prefetch, keeping, expected)
-
-
-def _reverse(events: Sequence[Event]) -> list[Event]:
-    """In backward's order: a unit that returned an inner one's output is reached after that one."""
-    found: list[Event] = []
-    around: list[Event] = []  # exits that wait for the one before them
-    for event in reversed(events):
-        if event.leaves and event.record.passes_on:
-            around.append(event)
-            continue
-        found += [event, *reversed(around)] if event.leaves else [*around, event]
-        around.clear()
-    return found
-
-
-def _graph(events: Sequence[Event]) -> tuple[set[int], set[int]]:
-    """Which exits backward reaches, and which entries tell the end of a unit without gradients.
-
-    A tensor needs a gradient once a trained parameter was read before it, and where a backward
-    that ran has shown it.
-    """
-    needs = False
-    reached: set[int] = set()
-    bounded: set[int] = set()
-    entered: dict[Record, int] = {}
-    for event in events:
-        if event.use is not None:
-            needs = needs or event.use.grad_bytes > 0
-        elif event.enters:
-            entered[event.record] = id(event)
-            if needs:
-                bounded.add(id(event))
-        elif needs if event.record.is_reached is None else event.record.is_reached:
-            reached.add(id(event))
-            if not needs:  # its inputs did
-                needs = True
-                bounded.add(entered[event.record])
-    return reached, bounded
 
 
 def play(survey: Survey) -> Step:

@@ -8,15 +8,14 @@ frozen ones backward reaches.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, compress
 
 from torch import nn
 
 from fsdp_compose.base.memory import nbytes_of
+from fsdp_compose.base.order import Turn
 from fsdp_compose.base.policy import Prefetch
 from fsdp_compose.base.torch_private import parameter_slots, raw
 from fsdp_compose.buckets.bucket import Entry, Slot
@@ -27,7 +26,7 @@ from fsdp_compose.core.guards.units import modules_of
 from fsdp_compose.core.guards.unread_weights import default_of
 from fsdp_compose.core.state import Unit, iter_units, owner_of
 from fsdp_compose.report.buckets import PlannedBucket, describe_bucket, describe_plan
-from fsdp_compose.scopes.participate import list_passes, passes_on
+from fsdp_compose.scopes.participate import passes_on
 from fsdp_compose.sharded import Parallel
 
 
@@ -147,12 +146,8 @@ class Survey:
     in_tree: set[int] = field(default_factory=set)  # buckets sharded with deterministic=
     hooked: list[str] = field(default_factory=list)  # units that a communication hook reduces
     buffer_bytes: int = 0
-    ran: dict[int, int] = field(default_factory=dict)  # by a record's id, its place in a forward
-
-    @property
-    def played(self) -> list[Event]:
-        """The events as far as is known in the order in which they run."""
-        return _arrange(self.events, self.ran)
+    visits: list[Record] = field(default_factory=list)  # as forward ran them; one may run again
+    turns: list[tuple[Turn, Record | None]] = field(default_factory=list)  # what backward did
 
     def events_of(self, record: Record) -> list[Event]:
         return [event for event in self.events if event.record is record]
@@ -209,41 +204,25 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
 
 
 def _follow_what_ran(survey: Survey, units: Sequence[Unit], records: Mapping[int, Record]) -> None:
-    """Take units to run in the order in which they ran last, and backward to reach what it did."""
+    """Take units to run as they ran last, and backward to reach, and run again, what it did."""
     schedules = dict.fromkeys(unit.engine.schedule for unit in units)
+    seen: set[int] = set()
     for order in (schedule.forward_order for schedule in schedules):
-        for unit in (*order.visited(), *chain.from_iterable(list_passes(order))):
-            if id(unit) in records:
-                survey.ran.setdefault(id(records[id(unit)]), len(survey.ran))
+        for refs in (*(order.current or order.last), *order.routes):
+            found = [records[id(unit)] for ref in refs if id(unit := ref()) in records]
+            if not seen.issuperset(map(id, found)):
+                survey.visits += [record for record in found if id(record) not in seen]
+                seen.update(map(id, found))
     lives = [(unit.run.live, records[id(unit)]) for unit in units]
     if any(bool(live and live.trained) != bool(record.routes) for live, record in lives):
         return  # it has not run, or what it trains was changed since
-    reached = {id(unit) for s in schedules for unit in s.backward_order.visited()}
-    for unit in units if not reached.isdisjoint(map(id, units)) else ():
-        if not records[id(unit)].routes:
-            records[id(unit)].is_reached = id(unit) in reached
-
-
-def _arrange(events: Sequence[Event], ran: Mapping[int, int]) -> list[Event]:
-    """Put units that lie beside each other in the order ``ran``; those that it lacks stay."""
-    parts: list[list[Event]] = []  # what the outer unit reads itself, and the units inside it
-    around: Record | None = None
-    for event in events:
-        if around is None:
-            parts.append([])
-            around = event.record if event.enters else None
-        parts[-1].append(event)
-        if event.leaves and event.record is around:
-            around = None
-    times = Counter(id(part[0].record) for part in parts if part[0].enters)
-    moves = [part[0].enters and times[id(part[0].record)] == 1 for part in parts]
-    moves = [m and id(part[0].record) in ran for m, part in zip(moves, parts, strict=True)]
-    turns = iter(sorted(compress(parts, moves), key=lambda part: ran[id(part[0].record)]))
-    found: list[Event] = []
-    for part, is_moved in zip(parts, moves, strict=True):
-        first, *rest = next(turns) if is_moved else part
-        found += [first, *_arrange(rest[:-1], ran), rest[-1]] if rest else [first]
-    return found
+    for order in (schedule.backward_order for schedule in schedules):
+        turns = [(turn, records.get(id(visitor))) for turn, visitor in order.list_turns()]
+        survey.turns += [pair for pair in turns if pair[1] is not None or pair[0] == "ended"]
+    reached = {id(record) for turn, record in survey.turns if turn == "reached"}
+    for record in records.values() if reached else ():
+        if not record.routes:
+            record.is_reached = id(record) in reached
 
 
 def _passes_on(unit: Unit) -> bool:

@@ -22,6 +22,27 @@ class V:
 A, B, C, D, E, R, S = map(V, "ABCDERS")
 
 
+def test_what_happens_inside_lies_between_visits() -> None:
+    """Forwards that run again, and ends of inner backwards, of the sequence that ended last."""
+    order = Order()
+    order.begin(R)
+    order.note_inner(A)
+    order.visit(A)
+    order.note_inner(None)
+    order.end()
+    assert order.list_turns() == []
+    order.close()
+    expected = [("reached", R), ("forward", A), ("reached", A), ("ended", None)]
+    assert order.list_turns() == expected
+    order.note_inner(B)
+    order.forget()
+    assert order.list_turns() == expected
+    order.begin(R)
+    order.end()
+    order.close()
+    assert order.list_turns() == [("reached", R)]
+
+
 def run(order: Order, *visits: V, complete: bool = True, quiet: bool = False) -> list[Change]:
     """One pass; the changes it reported."""
     order.begin(visits[0])

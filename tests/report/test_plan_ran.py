@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     Prefetch,
@@ -41,6 +42,61 @@ class Adapted(nn.Module):
             x = block(x)
             x = x + adapter(x)
         return x
+
+
+class Looped(nn.Module):
+    """Runs its blocks in a loop, or each several times at once; some of them frozen."""
+
+    def __init__(self, *frozen: int, times: int = 2, at_once: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, 2 * WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.loops = (1, times) if at_once else (times, 1)
+        for index in frozen:
+            self.blocks[index].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, (outer, inner) = self.first(x), self.loops
+        for block in [b for _ in range(outer) for b in self.blocks for _ in range(inner)]:
+            x = block(x)
+        return self.head(x)
+
+
+class Pair(nn.Module):
+    """Calls a unit twice, with another between, and something of its own behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = Block(WIDTH, 2 * WIDTH), Block(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.a(self.b(self.a(x))))
+
+
+class Pairs(Looped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+
+class Regions(nn.Module):
+    """Runs so many blocks in each checkpointed region, between two layers where it has them."""
+
+    def __init__(self, reentrant: bool, size: int, ends: bool = True, times: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH) if ends else nn.Identity()
+        self.blocks = nn.ModuleList(Block(WIDTH, 2 * WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH) if ends else nn.Identity()
+        self.reentrant, self.size, self.times = reentrant, size, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.clone().requires_grad_())
+        for start in [*range(0, 4, self.size)] * self.times:
+            region = nn.Sequential(*self.blocks[start : start + self.size])
+            x = checkpoint(region, x, use_reentrant=self.reentrant)
+        return self.head(x)
 
 
 def measure(model: nn.Module) -> tuple[Ledger, Ledger, Any]:
@@ -172,3 +228,60 @@ def test_units_that_are_listed_to_be_gathered_ahead() -> None:
         found = plan(model)
         check(found, *run)
         assert found.memory.forward.total == 2 * before.forward.total
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "build",
+    [
+        Looped,
+        lambda: Looped(1),
+        lambda: Looped(0, 2, times=3),
+        lambda: Looped(at_once=True),
+        lambda: Looped(at_once=True, times=3),
+        Pairs,
+    ],
+    ids=["loop", "frozen", "frozen ends", "at once", "at once, three times", "nested"],
+)
+def test_units_that_run_several_times(build: Any, options: str) -> None:
+    """Their gradients wait for those of the first call, and are added to in memory of their own."""
+    with fake_world(8):
+        model = seeded(build).float()
+        fully_shard(model, units=wrap.by_class({Block, Pair}), **OPTIONS[options])
+        run = measure(model)
+        check(plan(model), *run)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "bare"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_checkpointed_regions(reentrant: bool, size: int, ends: bool, options: str) -> None:
+    """All units of a region are gathered; the reductions of a reentrant one end with it."""
+    with fake_world(8):
+        model = seeded(lambda: Regions(reentrant, size, ends)).float()
+        fully_shard(model, units=wrap.by_class({Block}), **OPTIONS[options])
+        run = measure(model)
+        check(plan(model), *run)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_checkpointed_regions_that_run_twice(reentrant: bool) -> None:
+    """A reentrant one reduces the gradients of each call, another those of both together."""
+    with fake_world(8):
+        model = seeded(lambda: Regions(reentrant, 2, times=2)).float()
+        fully_shard(model, units=wrap.by_class({Block}))
+        run = measure(model)
+        check(plan(model), *run)
+        assert plan(model).step.reduces == (9 if reentrant else 5)
+
+
+def test_forwards_without_a_backward_are_one_step() -> None:
+    """What ran in several outermost forwards is planned as in one of them."""
+    with fake_world(8):
+        model = seeded(Looped).float()
+        fully_shard(model, units=wrap.by_class({Block}))
+        model(torch.ones(1, WIDTH))
+        found = plan(model).memory
+        model(torch.ones(1, WIDTH))
+        assert plan(model).memory == found

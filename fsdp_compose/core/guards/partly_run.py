@@ -34,6 +34,7 @@ def close_forward(unit: Unit) -> None:
     recomputing = graph_task_id() != -1
     if recomputing:  # in a backward that needs it, and releases it when its gradients arrive
         note_opened(unit, running_task(unit))
+        unit.engine.schedule.backward_order.note_inner(unit)
     if not recomputing or unit.run.task is None:  # else a part may be recomputed in its backward
         install_leaves(unit)
     if unit.opened is not None and unit.opened.for_call:
