@@ -11,6 +11,7 @@ Files, each importing only from those above it:
     notes     what a plan points out
     explain   explain: what is in memory now, and why
     schedule  a training step played with integers
+    runs      what a step does with modules, recorded
     activations  what a forward takes besides weights, measured without memory
     advice    what to change so that a plan needs less
     figures   a plan's figures, as data and as text

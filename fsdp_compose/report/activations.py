@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_compose.base.taken_back import take_back
 from fsdp_compose.base.torch_private import DispatchMode, fused_attention, read_number
 from fsdp_compose.base.tree import find_tensors, map_tensors
+from fsdp_compose.report.runs import Recording
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class Activations:
 
 
 def measure_activations(
-    module: nn.Module, sample: Any, dtypes: Mapping[str, torch.dtype], inputs: torch.dtype | None
+    module: nn.Module,
+    sample: Any,
+    dtypes: Mapping[str, torch.dtype],
+    inputs: torch.dtype | None,
+    recording: Recording,
 ) -> Activations:
     """Run ``module`` and its backward on the meta device; nothing of it is changed.
 
@@ -48,6 +53,7 @@ def measure_activations(
             tensor. Only their shapes and dtypes matter.
         dtypes: what parameters compute in, by name.
         inputs: what floating-point inputs are cast to; None: they stay.
+        recording: gets what forward and backward did with modules.
 
     Raises:
         ValueError: the forward cannot run without memory.
@@ -74,7 +80,8 @@ def measure_activations(
         step = _Step(module, ledger)
         # Replaced by name: a mode of torch functions is not active where backward recomputes.
         fused = patch.object(nn.functional, _ATTENTION, _attend)
-        with take_back(module), torch.device("meta"), torch.enable_grad(), fused, ledger:
+        hooked = recording.watch(module)
+        with take_back(module), hooked, torch.device("meta"), torch.enable_grad(), fused, ledger:
             torch.func.functional_call(step, values, args, kwargs)
     except Exception as error:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from fsdp_compose.base.order import Turn
 from fsdp_compose.report.survey import Event, Record, Survey
@@ -24,14 +25,7 @@ def arrange(survey: Survey) -> list[Event]:
     Units that lie beside each other are put in the order of ``survey.visits``, as often as they are
     there. Those that it lacks stay where they are.
     """
-    around: dict[int, Record | None] = {}
-    active: list[Record] = []
-    for event in survey.events:
-        if event.enters:
-            around.setdefault(id(event.record), active[-1] if active else None)
-            active.append(event.record)
-        elif event.leaves:
-            active.pop()
+    around = survey.around
     calls: defaultdict[int, _Call] = defaultdict(_Call)  # the last one, by a record's id
     outermost = _Call()
     for record in survey.visits:
@@ -66,7 +60,16 @@ def _place(events: Sequence[Event], around: _Call, calls: dict[int, _Call]) -> l
 
 def _place_inside(part: Sequence[Event], call: _Call, calls: dict[int, _Call]) -> list[Event]:
     first, *rest = map(replace, part)
-    return [first, *_place(rest[:-1], call, calls), rest[-1]] if rest else [first]
+    if not rest:
+        return [first]
+    *inside, last = rest
+    inside = _place(inside, call, calls)
+    if first.record.passes_on:  # what it reads itself it has read before
+        parts = _split(inside)
+        units = [inner for inner in parts if inner[0].enters]
+        others = [inner for inner in parts if not units or inner is not units[-1]]
+        inside = list(chain.from_iterable([*others, *units[-1:]]))
+    return [first, *inside, last]
 
 
 def _split(events: Sequence[Event]) -> list[list[Event]]:

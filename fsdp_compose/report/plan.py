@@ -45,6 +45,7 @@ from fsdp_compose.report.activations import Activations, measure_activations
 from fsdp_compose.report.advice import Question, Trial, advise, price_accumulation
 from fsdp_compose.report.figures import Memory, Plan, PlannedUnit
 from fsdp_compose.report.notes import notes_on
+from fsdp_compose.report.runs import Recording, follow
 from fsdp_compose.report.schedule import Step, play
 from fsdp_compose.report.static_buffers import find_static_buffers
 from fsdp_compose.report.survey import Record, Survey, survey_plans, survey_units
@@ -114,7 +115,8 @@ def plan(
         sample: what one rank's forward is given: positional arguments in a tuple, keyword arguments
             in a dictionary, or one tensor; only shapes and dtypes matter. Activations are measured
             by running the module on the meta device, in the dtype that most weights compute in;
-            where the forward asks for a number, it is told 1 or True.
+            where the forward asks for a number, it is told 1 or True. Units are then taken to run,
+            and backward to reach and run them again, as they do there.
 
     Raises:
         ValueError: an option is wrong, as in ``fully_shard``; options were passed for a module that
@@ -158,14 +160,19 @@ def plan(
         raise ValueError(
             f"plan: backend is {backend!r} without world_size; ranks of a mesh use their own."
         )
-    survey = _survey(modules, chosen)
-    activations = None if sample is None else _activations(modules, survey, mp_policy, sample)
+    survey, recording = _survey(modules, chosen), Recording()
+    activations = None
+    if sample is not None:
+        activations = _activations(modules, survey, mp_policy, sample, recording)
+        follow(survey, recording)
     found = _describe(modules, survey, keeps, available, activations=activations)
 
     def plan_again(changed: Mapping[str, Any]) -> Trial:
         again, measured, mp = _survey(modules, changed), activations, changed["mp_policy"]
         if measured is not None and mp is not mp_policy:
-            measured = _activations(modules, again, mp, sample)
+            measured = _activations(modules, again, mp, sample, Recording())
+        if measured is not None:
+            follow(again, recording)
         return _trial(_describe(modules, again, keeps, activations=measured))
 
     question = Question(survey, _trial(found), chosen, available, plan_again)
@@ -191,7 +198,11 @@ def _survey(modules: Sequence[nn.Module], chosen: Mapping[str, Any]) -> Survey:
 
 
 def _activations(
-    modules: Sequence[nn.Module], survey: Survey, mp_policy: MixedPrecisionLike, sample: Any
+    modules: Sequence[nn.Module],
+    survey: Survey,
+    mp_policy: MixedPrecisionLike,
+    sample: Any,
+    recording: Recording,
 ) -> Activations:
     """Measure the one module, in the dtype that most of its weights compute in."""
     if len(modules) != 1:
@@ -207,7 +218,7 @@ def _activations(
     names = [name for bucket in survey.buckets for name in bucket.parameters]
     casts = isinstance(mp_policy, MixedPrecision) and not mp_policy.cast_forward_inputs
     dtypes = {} if dtype is None else dict.fromkeys(names, dtype)
-    return measure_activations(modules[0], sample, dtypes, None if casts else dtype)
+    return measure_activations(modules[0], sample, dtypes, None if casts else dtype, recording)
 
 
 def _describe(

@@ -149,6 +149,19 @@ class Survey:
     visits: list[Record] = field(default_factory=list)  # as forward ran them; one may run again
     turns: list[tuple[Turn, Record | None]] = field(default_factory=list)  # what backward did
 
+    @property
+    def around(self) -> dict[int, Record | None]:
+        """By a record's id, the unit inside of which its own is."""
+        found: dict[int, Record | None] = {}
+        active: list[Record] = []
+        for event in self.events:
+            if event.enters:
+                found.setdefault(id(event.record), active[-1] if active else None)
+                active.append(event.record)
+            elif event.leaves:
+                active.pop()
+        return found
+
     def events_of(self, record: Record) -> list[Event]:
         return [event for event in self.events if event.record is record]
 

@@ -18,6 +18,7 @@ from fsdp_compose import MixedPrecision, Offload, ShardingStrategy, fully_shard,
 from fsdp_compose.report import Plan, explain, plan
 from fsdp_compose.report.activations import measure_activations
 from fsdp_compose.report.plan import imagine_mesh
+from fsdp_compose.report.runs import Recording
 from fsdp_compose.report.text import count, size
 
 from harness import run_ranks
@@ -185,7 +186,7 @@ def test_activations_are_those_of_a_real_step(way: str) -> None:
     model = Decoder(*SMALL)
     model.again = way == "checkpointed"
     model.layers.requires_grad_(way != "frozen")  # whose backward keeps fewer of their inputs
-    planned = measure_activations(model, TOKENS, {}, None)
+    planned = measure_activations(model, TOKENS, {}, None, Recording())
     ledger = Apart(TOKENS, model.scale, *model.parameters())
     for param in model.parameters():
         nn.init.normal_(param, std=0.02)

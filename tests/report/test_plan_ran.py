@@ -24,6 +24,7 @@ from harness import fake_world
 from models import Block, Ledger, seeded, units
 
 WIDTH = 128
+SAMPLE = torch.ones(1, WIDTH)
 
 
 class Adapted(nn.Module):
@@ -247,9 +248,11 @@ def test_units_that_run_several_times(build: Any, options: str) -> None:
     """Their gradients wait for those of the first call, and are added to in memory of their own."""
     with fake_world(8):
         model = seeded(build).float()
-        fully_shard(model, units=wrap.by_class({Block, Pair}), **OPTIONS[options])
-        run = measure(model)
+        chosen: dict[str, Any] = {"units": wrap.by_class({Block, Pair}), **OPTIONS[options]}
+        before = plan(model, sample=SAMPLE, **chosen)
+        run = measure(fully_shard(model, **chosen))
         check(plan(model), *run)
+        assert (before.memory, before.step) == (plan(model).memory, plan(model).step)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -260,9 +263,11 @@ def test_checkpointed_regions(reentrant: bool, size: int, ends: bool, options: s
     """All units of a region are gathered; the reductions of a reentrant one end with it."""
     with fake_world(8):
         model = seeded(lambda: Regions(reentrant, size, ends)).float()
-        fully_shard(model, units=wrap.by_class({Block}), **OPTIONS[options])
-        run = measure(model)
+        chosen: dict[str, Any] = {"units": wrap.by_class({Block}), **OPTIONS[options]}
+        before = plan(model, sample=SAMPLE, **chosen)
+        run = measure(fully_shard(model, **chosen))
         check(plan(model), *run)
+        assert (before.memory, before.step) == (plan(model).memory, plan(model).step)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
@@ -270,8 +275,10 @@ def test_checkpointed_regions_that_run_twice(reentrant: bool) -> None:
     """A reentrant one reduces the gradients of each call, another those of both together."""
     with fake_world(8):
         model = seeded(lambda: Regions(reentrant, 2, times=2)).float()
+        before = plan(model, sample=SAMPLE, units=wrap.by_class({Block}))
         fully_shard(model, units=wrap.by_class({Block}))
         run = measure(model)
+        assert (before.memory, before.step) == (plan(model).memory, plan(model).step)
         check(plan(model), *run)
         assert plan(model).step.reduces == (9 if reentrant else 5)
 
@@ -285,3 +292,44 @@ def test_forwards_without_a_backward_are_one_step() -> None:
         found = plan(model).memory
         model(torch.ones(1, WIDTH))
         assert plan(model).memory == found
+
+
+class Outer(nn.Module):
+    """A unit that returns what the unit inside it returned, which its class does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = Block(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.own(x))
+
+
+def build_outer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Outer() for _ in range(3)))
+
+
+@pytest.mark.parametrize("build", [Adapted, Backwards, build_outer])
+def test_a_sample_shows_what_a_step_would(build: Any) -> None:
+    """In which order units run, and which backward reaches, before any of them has run."""
+    chosen = {"units": wrap.by_class({Block, Outer})}
+    with fake_world(8):
+        model = seeded(build).float()
+        before = plan(model, sample=SAMPLE, **chosen)
+        bare = plan(model, **chosen)
+        run = measure(fully_shard(model, **chosen))
+        found = plan(model)
+        assert (before.memory, before.step) == (found.memory, found.step)
+        assert before.moments == found.moments != bare.moments
+        early = sum(p.numel() * 4 for p in model.adapters.parameters()) if build is Adapted else 0
+        check(before, *run, early)
+
+
+def test_a_sample_serves_the_advice() -> None:
+    """What is advised is planned with the order and the checkpoints that the sample shows."""
+    with torch.device("meta"):
+        model = Regions(False, 4)
+    chosen: dict[str, Any] = {"world_size": 8, "sample": SAMPLE}
+    whole, split = (plan(model, units=u, **chosen) for u in (None, wrap.by_class({Block})))
+    advice = next(a for a in whole.advice if "by_class" in a.paste)
+    assert advice.saved_bytes == whole.needed - split.needed
