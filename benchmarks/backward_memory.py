@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_by_fsdp2
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose as fc
 
@@ -50,12 +51,42 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Looped(Net):
+    """Runs all its blocks twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class Recomputed(Block):
+    """A unit that checkpoints its own inside."""
+
+    is_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.is_reentrant)
+
+
 class Pair(nn.Sequential):
     """A unit that returns what the unit inside it returns."""
 
 
 def make_net(*inner: int, has_ends: bool = True) -> Callable[[], nn.Module]:
     return lambda: Net(*inner, has_ends=has_ends)
+
+
+def recomputed_net(is_reentrant: bool) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        found = Net()
+        found.blocks = nn.ModuleList(Recomputed(WIDTH, 4 * WIDTH) for _ in range(4))
+        for block in found.blocks:
+            block.is_reentrant = is_reentrant
+        return found
+
+    return build
 
 
 def nested_net() -> nn.Module:
@@ -159,6 +190,10 @@ def rows() -> list[list[str]]:
         ("blocks that grow", growing, "one", {}),
         ("outer unit returns the inner one's output", nested_net, "one", {}),
         ("root without parameters", bare, "one", {}),
+        ("blocks that run twice in a loop", Looped, "one", {}),
+        ("blocks that run twice, kept gathered", Looped, "one", kept),
+        ("checkpoint inside a unit", recomputed_net(False), "one", {}),
+        ("reentrant checkpoint inside a unit", recomputed_net(True), "one", {}),
         ("NO_SHARD beside DDP, one backward", Net, "one", alone),
         ("NO_SHARD beside DDP, every microbatch reduced", Net, "each reduced", alone),
         ("NO_SHARD beside DDP, second in no_sync", Net, "no_sync", alone),
