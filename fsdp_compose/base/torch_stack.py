@@ -53,14 +53,21 @@ def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_called_by(function: Any) -> bool:
     """Whether a Python function is on this thread's stack."""
-    code = function.__code__
-    return any(frame.f_code is code for frame in walk_stack())
+    return _find_frame(function) is not None
 
 
 def _find_locals(function: Any) -> dict[str, Any]:
     """The variables of a function's innermost call on this thread's stack; empty without one."""
-    code = function.__code__
-    return next((frame.f_locals for frame in walk_stack() if frame.f_code is code), {})
+    frame = _find_frame(function)
+    return {} if frame is None else frame.f_locals
+
+
+def _find_frame(function: Any) -> FrameType | None:
+    """The innermost call of a function on this thread's stack; None without one."""
+    code, frame = function.__code__, sys._getframe(1).f_back
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 def clipping_under_way() -> str:

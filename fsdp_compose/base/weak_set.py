@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import is_not
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -15,8 +18,16 @@ class OrderedWeakSet(weakref.WeakKeyDictionary[T, None]):
     followed its order would be in another order on each rank.
     """
 
+    def __iter__(self) -> Iterator[T]:
+        """Those of now, without Python for each; what is added meanwhile is not among them."""
+        return filter(_is_there, map(_get_item, self.keyrefs()))
+
     def add(self, item: T) -> None:
         self[item] = None
 
     def discard(self, item: T) -> None:
         self.pop(item, None)
+
+
+_get_item: Callable[[Any], Any] = weakref.ref.__call__
+_is_there: Callable[[object], bool] = partial(is_not, None)

@@ -151,7 +151,9 @@ class Lender(Protocol):
 class Mirror(Protocol):
     """Plain tensors over a bucket's memory that are given its gradients too."""
 
-    def share_gradients(self, flat: torch.Tensor | None = None, converted: bool = False) -> None:
+    def share_gradients(
+        self, flat: torch.Tensor | None = None, are_set: bool = False, converted: bool = False
+    ) -> None:
         """Have both sides' gradients be the same memory; new ones are slices of ``flat``."""
 
     def unwatch(self, entries: Iterable[Entry]) -> None:

@@ -170,6 +170,7 @@ class EngineWork:
         return not is_last or brings_more(unit, bucket)
 
     def postpone(self, part: Arrival) -> None:
+        self.engine.awaiting.add(part.bucket)
         if unit_of(part.bucket).switches.sync:
             next(iter(self.engine.tasks.values())).packed.append(part.bucket)
             self.engine.streams.on(self.engine.streams.reduce)  # which reads what was packed here

@@ -239,6 +239,7 @@ def drain(engine: Engine) -> None:
         total = None if bucket.arriving.partial is not None else grad
         if total is not None and bucket.mesh.microbatches is not None:
             total = sum_in_tree(bucket, grad, reduction.scale)
+            engine.awaiting.add(bucket)  # for the count of its steps
         if total is None:
             _note_waiting(reduction)
         else:
@@ -275,6 +276,7 @@ def _note_waiting(reduction: Reduction) -> None:
     bucket.arriving.used |= reduction.used.bits
     bucket.arriving.trained |= reduction.used.possible
     bucket.residence.awaits = True
+    reduction.unit.engine.awaiting.add(bucket)
 
 
 def land(engine: Engine) -> None:
@@ -315,7 +317,7 @@ def assign(reduction: Reduction, flat: torch.Tensor) -> None:
     if were_there is not None:
         note_added(entries, were_there)
     if mirror is not None:
-        mirror.share_gradients(flat)
+        mirror.share_gradients(flat, are_set=were_there is None or not all(were_there))
     if is_hooked:
         _run_accumulated_hooks(entries)
     if unit.post_reduce_hooks and reduced:

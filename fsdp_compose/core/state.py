@@ -219,16 +219,14 @@ class Unit:
             log.channels |= dict.fromkeys(channels_of(bucket))
             if not self.number:
                 self.number = (*(g.size for g in log.groups), log.number_unit())
-            if log not in links.logs:
-                links.logs = (*links.logs, log)
+            links.logs = tuple(dict.fromkeys((*links.logs, log)))
             key = (self.number, index)
             if bucket.mesh.shard.size > 1:
                 links.gather_events += ((bucket, log, code_of("gather", key)),)
             links.reduce_events[bucket] = log, code_of(REDUCE, key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        copied: Unit = copy_unit(self, memo)
-        return copied
+        return copy_unit(self, memo)
 
 
 def as_read(unit: Unit, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -355,6 +353,8 @@ class Engine:
     held: list[Entry] = field(default_factory=list)  # with hooks, see parted_gradients.py
     host_reads: Any = None  # the mark behind the last copy of a shard from the host
     retained: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # for their readers
+    opened: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # and some that were
+    awaiting: OrderedWeakSet[Bucket] = field(default_factory=OrderedWeakSet)  # see may_wait
     inspected: OrderedWeakSet[Unit] = field(default_factory=OrderedWeakSet)  # for kept_views.py
     surveyed: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     mesh_sizes: set[int] = field(default_factory=set)  # how many ranks units were sharded over

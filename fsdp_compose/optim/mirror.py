@@ -2,8 +2,10 @@
 
 Either side's may be cleared, replaced or set at any time, by a caller or by autograd. What changed
 since both sides agreed is seen by identity: a gradient is a tensor object, and each side's is noted
-then. ``share_gradients`` passes on what changed. It runs before and after gradients arrive, before
-a step, and before norms are taken or a scaler unscales.
+then. Whether any may have changed is asked first, as it is in every step: of the plain ones by
+identity too, and of the sharded ones, which are many, by a flag of their bucket that is cleared by
+whatever sets one (``Residence.is_mirrored``). ``share_gradients`` passes on what changed. It runs
+before and after gradients arrive, before a step, and before norms are taken or a scaler unscales.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class Mirror:
         self.plain: dict[Entry | None, weakref.ref[nn.Parameter]] = {}  # None: the flat one
         self.noted_plain: dict[Entry | None, Note] = {}
         self.noted: dict[Entry, Note] = {}
-        self.ids: list[int] = []  # of all that was noted: the plain ones' and the sharded ones'
+        self.ids: list[int] = []  # of what was noted of the plain ones
         self.gone: list[object] = []  # gets an item when a noted gradient is deleted
         self.has_lost = False  # a parameter was taken out of the bucket that a plain one was over
 
@@ -188,11 +190,14 @@ class Mirror:
                 lost.__dict__[_SOURCE_KEY] = Source(_no_bucket, None, [])
                 self.has_lost = True
 
-    def share_gradients(self, flat: Grad = None, converted: bool = False) -> None:
+    def share_gradients(
+        self, flat: Grad = None, are_set: bool = False, converted: bool = False
+    ) -> None:
         """Have both sides' gradients be the same memory, as of now.
 
         Args:
             flat: the buffer that new gradients of the bucket are slices of, if it is one.
+            are_set: sharded gradients were set just now, as they arrived.
             converted: the sharded gradients are other tensors since the module was converted, and
                 not because somebody set them.
         """
@@ -200,7 +205,7 @@ class Mirror:
         if bucket is None or not self.plain:
             return
         with raw():
-            if not converted and _agree([self]):
+            if not (are_set or converted) and _agree([self]):
                 return
         with raw(), torch.no_grad():
             gone: list[object] = []
@@ -218,11 +223,8 @@ class Mirror:
                 self._fetch(bucket, entry, plain, flat)
                 self.noted_plain[entry] = _note(plain.grad, gone)
             self.noted = {e: _note(get_grad(e.param), gone) for e in bucket.entries}
-            self.ids = list(map(id, map(get_grad, self.list_parameters(bucket))))
-
-    def list_parameters(self, bucket: Bucket) -> list[Any]:
-        """List the parameters of both sides; None for a plain one that is being deleted."""
-        return [*map(_get_tensor, self.plain.values()), *bucket.views.params]
+            self.ids = [id(plain.grad) for _, plain in alive]
+            bucket.residence.is_mirrored = True
 
     def _send(self, entry: Entry, grad: Grad, converted: bool) -> None:
         """Give a sharded parameter what was changed, unless it was given something else since."""
@@ -297,16 +299,16 @@ def share_gradients(mirrors: Sequence[Mirror]) -> bool:
 
 def _agree(mirrors: Iterable[Mirror]) -> bool:
     """Whether no gradient is another than when both sides of each agreed."""
-    params: list[Any] = []
+    plain: list[Any] = []
     noted: list[int] = []
     for mirror in mirrors:
         bucket = mirror.bucket()
-        if mirror.gone or bucket is None:
+        if mirror.gone or bucket is None or not bucket.residence.is_mirrored:
             return False
-        params += mirror.list_parameters(bucket)
+        plain += map(_get_tensor, mirror.plain.values())
         noted += mirror.ids
     try:
-        return list(map(id, map(get_grad, params))) == noted
+        return list(map(id, map(get_grad, plain))) == noted
     except TypeError:  # None in place of a plain one that is being deleted
         return False
 
@@ -325,6 +327,8 @@ def _share_first(mirror: weakref.ref[Mirror], _: Any) -> None:
     found = mirror()
     if found is not None:
         found.share_gradients()
+        if (bucket := found.bucket()) is not None:
+            bucket.residence.is_mirrored = False  # autograd adds to one now
 
 
 def _refuse_arrival(refusal: Callable[[], str], _: Any) -> None:

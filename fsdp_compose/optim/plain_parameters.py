@@ -10,8 +10,8 @@ unscales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import is_
+from collections.abc import Callable, Iterable
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_compose.base.loops import parameters_of
-from fsdp_compose.base.process import once
+from fsdp_compose.base.process import here, once
 from fsdp_compose.base.torch_stack import is_scaled_by_torch
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
@@ -40,7 +40,7 @@ from fsdp_compose.optim.mirror import (
     mirror_of,
     share_gradients,
 )
-from fsdp_compose.scopes.unshard import check_stepped, is_open
+from fsdp_compose.scopes.unshard import check_stepped, is_open, may_wait
 from fsdp_compose.sharded import is_sharded
 
 
@@ -198,18 +198,19 @@ def _find_buckets(optimizer: Any) -> list[Callable[[], Bucket | None]]:
     params = parameters_of(optimizer)
     known = _find_stepped(optimizer)
     is_known = len(params) == len(known.params) and all(map(is_, params, known.params))
-    if not is_known or any(map(_has_lost, known.buckets)):
-        buckets = buckets_under(params)
-        known = _Stepped(params if buckets else [], buckets)
+    if not is_known or any(map(_has_lost, _list_mirrors(known.buckets))):
+        known = _Stepped(params, buckets_under(params))
         optimizer.__dict__[_STEPPED_KEY] = known
     return known.buckets
 
 
-def _has_lost(ref: Callable[[], Bucket | None]) -> bool:
-    """Whether ``refresh`` took a parameter out of the bucket that a plain one was over."""
-    bucket = ref()
-    mirror = None if bucket is None else mirror_of(bucket)
-    return mirror is not None and mirror.has_lost
+def _list_mirrors(refs: Iterable[Callable[[], Bucket | None]]) -> list[Mirror]:
+    """The plain parameters over each bucket that is there."""
+    return list(filter(None, map(_get_mirror, filter(None, [ref() for ref in refs]))))
+
+
+_get_mirror: Callable[[Bucket], Any] = attrgetter("history.mirror")
+_has_lost: Callable[[Mirror], bool] = attrgetter("has_lost")
 
 
 def _find_stepped(optimizer: Any) -> _Stepped:
@@ -217,7 +218,8 @@ def _find_stepped(optimizer: Any) -> _Stepped:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    buckets = [ref() for ref in _find_buckets(optimizer)]
+    refs = _find_buckets(optimizer)
+    buckets = [ref() for ref in refs]
     if buckets and isinstance(optimizer, _OF_WHOLE):
         raise RuntimeError(
             f"{type(optimizer).__name__} computes with norms and sums of whole parameters, and "
@@ -230,6 +232,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             "local_parameters alone, so ranks would skip different steps; use "
             "fsdp_compose.GradScaler, which asks all ranks."
         )
+    waits = any(map(may_wait, here.engines.values()))
     for bucket in buckets:
         if bucket is None:
             raise RuntimeError(
@@ -244,9 +247,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "...) between backward and step, and the plain parameters in "
                 f"{type(optimizer).__name__} are over its former memory; convert after step."
             )
-        if is_open(bucket):
+        if waits and is_open(bucket):
             check_stepped(bucket, f"{type(optimizer).__name__}.step()")
-    share_gradients(list(filter(None, map(mirror_of, filter(None, buckets)))))
+    share_gradients(_list_mirrors(refs))
 
 
 _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
@@ -254,8 +257,8 @@ _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Fused optimizers write without counting it, and a unit kept gathered would not notice."""
-    buckets = _find_stepped(optimizer).buckets
-    increment_version([shard_of(b) for ref in buckets if (b := ref()) is not None])
+    buckets = filter(None, [ref() for ref in _find_stepped(optimizer).buckets])
+    increment_version([shard_of(b) if b.residence.moved else b.stored for b in buckets])
 
 
 def _list_buckets(module: nn.Module, caller: str) -> list[Bucket]:

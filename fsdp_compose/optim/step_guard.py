@@ -30,14 +30,19 @@ from fsdp_compose.core.guards.collective_log import Log
 from fsdp_compose.core.guards.compared_steps import Begun, Settings
 from fsdp_compose.core.guards.interrupts import clear_interrupted
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
-from fsdp_compose.core.guards.units import list_all_units, list_nested
+from fsdp_compose.core.guards.units import list_all_units, list_nested, list_opened
 from fsdp_compose.core.state import Engine, Unit, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
 from fsdp_compose.optim.mirror import bucket_of, find_buckets
 from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
-from fsdp_compose.scopes.unshard import check_stepped, is_open, show_current
+from fsdp_compose.scopes.unshard import (
+    check_stepped,
+    end_steps,
+    may_wait,
+    show_current,
+)
 from fsdp_compose.sharded import QUANTIZING, is_sharded_parameter, spec_of
 
 
@@ -73,7 +78,7 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
     """``closure`` for a step inside a scope: its forward sees the parameters in full."""
 
     def call() -> Any:
-        show_current(list_all_units())
+        show_current(list_opened())
         result = closure()
         for entry in rested:
             rest(entry)
@@ -88,10 +93,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for log in engine.logs.values():
             log.steps.end(optimizer)
     _note_step(optimizer)
-    units = list_all_units()
-    for bucket in [bucket for unit in units for bucket in unit.buckets]:
-        bucket.arriving.sums.steps = 0
-    show_current(units)
+    end_steps()
+    show_current(list_opened())
 
 
 def _note_begin(optimizer: torch.optim.Optimizer) -> None:
@@ -240,8 +243,7 @@ _NUMBERS = frozenset((int, float, bool))
 
 def _rest_parameters(optimizer: torch.optim.Optimizer) -> list[Entry]:
     """The optimizer's parameters that a scope shows in full, which now hold their shards."""
-    opened = (unit for unit in list_all_units() if unit.opened is not None)
-    shown = {id(entry.held): entry for unit in opened for entry in unit.entries}
+    shown = {id(entry.held): entry for unit in list_opened() for entry in unit.entries}
     if not shown:
         return []
     return [e for p in parameters_of(optimizer) if (e := shown.get(id(p))) is not None and rest(e)]
@@ -258,7 +260,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if engine.schedule.active:
             clear_interrupted(engine, caller)
             _refuse_inside(engine, optimizer, caller)
-        waits = any(is_open(bucket) for unit in engine.units for bucket in unit.buckets)
+        waits = may_wait(engine)
         ahead = {bucket for unit in engine.schedule.prefetched for bucket in unit.gathered}
         if not waits and not ahead:
             continue

@@ -111,6 +111,7 @@ def _open_shown(
             outer=unit.opened,
             before=before,
         )
+        unit.engine.opened.add(unit)
         remember_versions(unit, scope)
         if options.with_grads and scope.is_here:
             scope.grads = [None if (g := t.grad) is None else (g, g._version) for t in tensors]

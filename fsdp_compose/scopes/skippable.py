@@ -43,7 +43,7 @@ from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.scope_parameters import holder_of
 from fsdp_compose.core.guards.units import require_units
 from fsdp_compose.core.passes import recover
-from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.core.state import Engine, Unit, unit_of
 from fsdp_compose.sharded import replace_grad
 
 __all__ = ["SkippableStep", "skippable_step"]
@@ -420,6 +420,7 @@ class _State:
                 if bucket.arriving.packed:
                     discard_packed(bucket)
                 bucket.arriving, bucket.residence.awaits = arriving, True
+                unit_of(bucket).engine.awaiting.add(bucket)
                 if packed is not None:
                     if bucket.grads is None:
                         bucket.grads = make_grad_buffer(bucket)

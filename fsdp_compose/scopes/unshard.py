@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flags, check_kind, check_module
+from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
 from fsdp_compose.buckets.entries import find_entry
@@ -165,6 +166,7 @@ def _show(unit: Unit) -> None:
     opened.tensors = [entry.held for entry in unit.entries]
     opened.versions = [tensor._version for tensor in opened.tensors]
     unit.opened = opened
+    unit.engine.opened.add(unit)
     if not is_running(unit):
         install_leaves(unit)
 
@@ -457,6 +459,23 @@ def is_open(bucket: Bucket) -> bool:
     if bucket.mesh.microbatches is not None and (arriving.sums.arrived or arriving.sums.steps > 1):
         return True
     return is_pending(bucket) or arriving.waiting is not None
+
+
+def may_wait(engine: Engine) -> bool:
+    """Whether ``is_open`` may be true of a bucket: in a backward of any, else of those noted.
+
+    What leaves gradients outside of ``.grad`` notes the bucket in ``engine.awaiting``.
+    """
+    return bool(engine.tasks) or any(map(is_open, engine.awaiting))
+
+
+def end_steps() -> None:
+    """After an optimizer's step: what waits from now on is of another."""
+    for engine in here.engines.values():
+        for bucket in engine.awaiting:
+            bucket.arriving.sums.steps = 0
+            if not is_open(bucket):
+                engine.awaiting.discard(bucket)
 
 
 def is_pending(bucket: Bucket) -> bool:

@@ -43,6 +43,9 @@ def forget_grad(param: Any) -> None:
 def replace_grad(param: Tensor, grad: Tensor | None) -> None:
     """Set torch's own ``.grad`` where there may be one already; to be used under ``raw``."""
     forget_grad(param)
+    spec = param.__dict__.get("_shard_spec")  # none where it is being sharded
+    if spec is not None:
+        spec.residence.is_mirrored = False
     set_grad(param, grad)
 
 

@@ -92,6 +92,8 @@ class Residence:
         regraded: a gradient was given other memory (``module.to(dtype)``), and is no slice any more
             of the buffer that it was cut from.
         awaits: gradients lay outside ``.grad`` after a backward, and may still do.
+        is_mirrored: gradients are those that plain tensors over the slices have; whoever sets one
+            clears this.
         writes: where writes into the parameters are noted; None where no other ranks are.
     """
 
@@ -104,6 +106,7 @@ class Residence:
     is_taken: bool = False
     regraded: bool = False
     awaits: bool = False
+    is_mirrored: bool = False
     writes: Writes | None = None
 
 

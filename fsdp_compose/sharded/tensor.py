@@ -144,7 +144,9 @@ class _Sharded(TorchState):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self._shard_spec.residence.awaits:
+        residence = self._shard_spec.residence
+        residence.is_mirrored = False
+        if residence.awaits:
             self._shard_spec.answers[set_grad](set_grad, (self, value), {})
             return
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):

@@ -16,7 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compose import MixedPrecision, Prefetch, ShardingStrategy, fully_shard, wrap
+from fsdp_compose import (
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    flat_parameters,
+    fully_shard,
+    local_parameters,
+    wrap,
+)
 from fsdp_compose.base.group import Transport
 from fsdp_compose.base.process import here
 from fsdp_compose.base.weak_list import WeakList
@@ -397,10 +405,13 @@ def test_no_python_for_parameters_elsewhere(is_sharded: bool) -> None:
     run_ranks(ranks, 2)
 
 
-def count_calls(units: int) -> int:
-    """Functions of this package that a step of ``units`` units calls, comprehensions aside."""
+def shard_blocks(units: int) -> nn.Module:
     blocks = nn.Sequential(*(Block(8) for _ in range(units)))
-    model = fully_shard(blocks, units=wrap.by_class({Block}))
+    return fully_shard(blocks, units=wrap.by_class({Block}))
+
+
+def list_calls(call: Callable[[], object]) -> Counter[str]:
+    """Functions of this package that ``call`` calls, comprehensions aside."""
     calls: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, arg: object) -> None:
@@ -408,12 +419,25 @@ def count_calls(units: int) -> int:
         if event == "call" and "/fsdp_compose/" in code.co_filename and code.co_name[0] != "<":
             calls[code.co_name] += 1
 
-    for step in range(5):
-        sys.setprofile(profile if step == 4 else None)
-        model(torch.ones(1, 8)).sum().backward()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
         sys.setprofile(None)
+    return calls
+
+
+def count_calls(units: int) -> int:
+    """Functions that a forward and backward of ``units`` units call in a steady state."""
+    model = shard_blocks(units)
+
+    def step() -> None:
+        model(torch.ones(1, 8)).sum().backward()
+
+    for _ in range(4):
+        step()
         model.zero_grad()
-    return calls.total()
+    return list_calls(step).total()
 
 
 def test_calls_of_a_unit_and_step() -> None:
@@ -421,6 +445,34 @@ def test_calls_of_a_unit_and_step() -> None:
     with fake_world(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(here, "engines", {})  # without what static buffers of other tests left
         assert (count_calls(12) - count_calls(4)) / 8 <= 135
+
+
+WAYS: dict[str, Callable[[nn.Module], list[nn.Parameter]]] = {
+    "sharded": lambda model: list(model.parameters()),
+    "flat": flat_parameters,
+    "local": local_parameters,
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_call_for_a_unit_in_a_step(way: str, fused: bool) -> None:
+    """A steady step of an optimizer calls as many functions for 12 units as for 4, few."""
+
+    def count(units: int) -> Counter[str]:
+        model = shard_blocks(units)
+        settings = {"fused": True} if fused else {"foreach": True}
+        optimizer = torch.optim.AdamW(WAYS[way](model), lr=1e-6, **settings)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+        return list_calls(optimizer.step)
+
+    with fake_world(2):
+        few, many = count(4), count(12)
+    assert many == few
+    assert many.total() <= (90 if way == "sharded" else 70)
 
 
 class GroupCalls(TorchDispatchMode):

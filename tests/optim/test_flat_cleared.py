@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from fsdp_compose import gathered, pipeline_stage, refresh, skippable_step, undo
+from fsdp_compose import fully_shard, gathered, pipeline_stage, refresh, skippable_step, undo
 
-from flat_ways import twin, ways
+from flat_ways import WAYS, twin, ways
 from harness import simulate_ranks
 from models import Twin, data, square
 
@@ -89,5 +89,48 @@ def test_pipelines_begin_with_cleared_gradients(way: str) -> None:
             torch.stack(losses).mean().backward()
             made.step()
         made.check()
+
+    simulate_ranks(ranks)
+
+
+def _replace(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 2
+
+
+def _clear(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def _accumulate(param: nn.Parameter) -> None:
+    """Autograd itself sets a gradient, of a penalty on the slice."""
+    param.grad = None
+    (param * param).sum().backward()
+
+
+@ways
+@pytest.mark.parametrize("change", [_replace, _clear, _accumulate])
+def test_kept_gradients_hide_no_change(change: Callable[[nn.Parameter], None], way: str) -> None:
+    """A step sees a sharded gradient that is another one, though its caller has the former still.
+
+    Then nothing is deleted that would tell, and the next time neither.
+    """
+
+    def ranks(rank: int) -> None:
+        model = nn.Linear(4, 4).double()
+        torch.nn.init.constant_(model.weight, 0.5)
+        fully_shard(model)
+        optim = torch.optim.SGD(WAYS[way](model), lr=1.0)
+        kept = []
+        for _ in range(3):
+            square(model, data(0, rank, 2, 4)).backward()
+            kept.append(model.weight.grad)
+            before = model.weight.full_tensor()
+            change(model.weight)
+            grad = model.weight.grad
+            wanted = before - (0 if grad is None else grad.full_tensor())
+            optim.step()
+            assert torch.equal(model.weight.full_tensor(), wanted)
+            optim.zero_grad()
 
     simulate_ranks(ranks)

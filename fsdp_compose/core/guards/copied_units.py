@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_compose.base.unwritten import UnwrittenMark
 from fsdp_compose.buckets.bucket import Entry, Slot
@@ -13,8 +13,10 @@ from fsdp_compose.buckets.copies import copy_bucket, copy_slot
 from fsdp_compose.comm.grad_bucket import has_state
 from fsdp_compose.core.records import Switches
 
+AnyUnit = TypeVar("AnyUnit", bound=Any)
 
-def copy_unit(unit: Any, memo: dict[int, Any]) -> Any:
+
+def copy_unit(unit: AnyUnit, memo: dict[int, Any]) -> AnyUnit:
     """An independent unit over the copies that ``memo`` has or makes of the modules."""
     modules = [copy.deepcopy(ref(), memo) for ref in unit.modules]
     if id(unit) in memo:  # one of them is copied with the unit that it is in, which is this one

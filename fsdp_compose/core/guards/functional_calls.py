@@ -116,6 +116,7 @@ def open_functional_call(
         for_call=True,
         stored=stored,
     )
+    unit.engine.opened.add(unit)
     try:
         given = _gather_given(unit, found)
         if not complete:

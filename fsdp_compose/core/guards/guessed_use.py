@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from fsdp_compose.base.attributes import get_grad, set_grad
+from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import raw
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.comm.flags import Flags
+from fsdp_compose.sharded import replace_grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,4 +84,4 @@ def take_back_zeros(guesses: Sequence[Guess]) -> None:
         flags = [unused >> index & 1 for index in range(len(bucket.entries))]
         with raw():
             for param in compress(bucket.views.params, flags):
-                set_grad(param, None)
+                replace_grad(param, None)

@@ -40,6 +40,18 @@ def list_all_units() -> list[Unit]:
     return [unit for engine in here.engines.values() for unit in engine.units]
 
 
+def list_opened() -> list[Unit]:
+    """The units of all models over which a scope is open."""
+    found: list[Unit] = []
+    for engine in here.engines.values():
+        for unit in engine.opened:
+            if unit.opened is not None:
+                found.append(unit)
+            else:
+                engine.opened.discard(unit)
+    return found
+
+
 def modules_of(unit: Unit) -> list[nn.Module]:
     """The unit's modules, without those that nobody has any more."""
     return [module for ref in unit.modules if (module := ref()) is not None]
