@@ -129,7 +129,7 @@ def _refresh(module: nn.Module, init: Init | None, param_init_fn: InitFn | None)
     meet_to_call("refresh", groups)
     for unit in units:
         if unit.checks.watch is not None:  # it holds modules that were taken out
-            unit.checks.watch.children.clear()
+            unit.checks.watch = replace(unit.checks.watch, children=())
     problem: Exception | None = None
     survey: list[_Change] = []
     try:

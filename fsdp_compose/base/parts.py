@@ -7,8 +7,12 @@ from typing import overload
 
 import torch
 
-MANY_RANKS = 64
-"""From more ranks on, a list of views (600 bytes each, for every bucket) is not kept."""
+MANY_RANKS = 8
+"""Of more ranks no list of views is kept, which is 600 bytes each, for every bucket.
+
+It also has Python's garbage collector look at each, again and again. What sends a message to each
+rank takes longer for that than for a view; what makes one call for all reads none.
+"""
 
 
 class Parts(Sequence[torch.Tensor]):

@@ -195,8 +195,8 @@ class Views:
     whole_bytes: torch.Tensor
     part_bytes: Sequence[torch.Tensor]
     shard_bytes: torch.Tensor | None
-    splits: list[int]
-    pieces: list[int]
+    splits: tuple[int, ...]
+    pieces: tuple[int, ...]
     in_order: bool
     every: int
     plan: GatherPlan | None = field(default=None, init=False)

@@ -116,7 +116,7 @@ def _make_views(
     is_ready = shard.dtype == full.dtype and shard.device == full.device
     slices = [layout.slice_of(index, rank) for index in range(len(entries))]
     spans = [(piece.shard_offset, piece.numel) for piece in slices]
-    splits, pieces = split_around(spans, layout.shard_numel)
+    splits, pieces = map(tuple, split_around(spans, layout.shard_numel))
     return Views(
         params=[entry.param for entry in entries],
         nbytes=full.numel() * full.element_size(),
@@ -127,6 +127,6 @@ def _make_views(
         shard_bytes=shard.view(torch.uint8) if is_ready else None,
         splits=splits,
         pieces=pieces,
-        in_order=pieces == list(range(len(pieces))),
+        in_order=pieces == tuple(range(len(pieces))),
         every=(1 << len(entries)) - 1,
     )

@@ -227,7 +227,7 @@ def _gather_all_at_once(
 
 
 def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Call) -> Started:
-    total = torch.empty_like(parts[call.group.rank])
+    total = whole.new_empty(whole.numel() // call.group.size)
     pg = call.group.reductions or call.group.pg
     options = REDUCE_OPTIONS if call.factor == 1.0 else premultiplied(call.factor)
     work = reduce_scatter_single(pg, total, whole, options)
@@ -237,7 +237,7 @@ def _reduce_at_once(whole: torch.Tensor, parts: Sequence[torch.Tensor], call: Ca
 
 
 def _reduce_all_at_once(wholes: Tensors, parts: Sequence[Tensors], call: Call) -> Sequence[Started]:
-    totals = [torch.empty_like(each[call.group.rank]) for each in parts]
+    totals = [whole.new_empty(whole.numel() // call.group.size) for whole in wholes]
     pg = call.group.reductions or call.group.pg
     work = reduce_scatter_several(pg, totals, list(wholes), REDUCE_OPTIONS)
     if wholes[0].is_cpu and work is not None:

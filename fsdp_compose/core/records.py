@@ -79,13 +79,13 @@ class Opened:
 class Watch:
     """What a unit's modules held when they were last looked through; see added_parameters.py."""
 
-    tables: list[dict[str, Any]]  # their dictionaries of parameters and of children
-    lengths: list[int]  # of ``tables``
-    parents: list[dict[str, Any]]  # those of ``tables`` that hold children
-    children: list[nn.Module | None]  # the values of ``parents``
-    strays: list[tuple[dict[str, Any], str]]  # (values, name) of what no bucket has
-    hooks: list[dict[int, Any]]  # forward hooks of the modules inside the unit's own
-    backward_hooks: list[dict[int, Any]]  # those of all its modules
+    tables: tuple[dict[str, Any], ...]  # their dictionaries of parameters and of children
+    lengths: tuple[int, ...]  # of ``tables``
+    parents: tuple[dict[str, Any], ...]  # those of ``tables`` that hold children
+    children: tuple[nn.Module | None, ...]  # the values of ``parents``
+    strays: tuple[tuple[dict[str, Any], str], ...]  # (values, name) of what no bucket has
+    hooks: tuple[dict[int, Any], ...]  # forward hooks of the modules inside the unit's own
+    backward_hooks: tuple[dict[int, Any], ...]  # those of all its modules
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -114,7 +114,7 @@ class Checks:
     looked_around: bool = False  # the module around it was looked for
     surroundings: weakref.ref[nn.Module] | None = None  # to look through at the next backward
     entrance: Literal["unknown", "outputs", "inside"] = "unknown"  # where its backwards begin
-    keepers: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # see inner_backward.py
+    keepers: Sequence[tuple[dict[str, Any], str]] = ()  # see inner_backward.py
     bound_at: int = -1  # when ``Boundary`` was made, for a unit that trains nothing
     keeps_views: bool = False  # its modules hold views of gathered weights
     found_in: int = -1  # the last pass in which what was kept of them was found elsewhere

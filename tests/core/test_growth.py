@@ -108,10 +108,13 @@ def _count_kept(units: int, params: int) -> int:
 
 
 def test_objects_of_a_parameter_and_a_unit() -> None:
-    """A collection takes time for each: FSDP2 keeps 25 for a parameter and 45 for a unit."""
-    with fake_world(2):
+    """A collection takes time for each: FSDP2 keeps 26 for a parameter and 34 for a unit.
+
+    Nor are there more for more ranks.
+    """
+    with fake_world(64):
         _count_kept(2, 2)  # what is done once in a process
         few, more, units = _count_kept(4, 4), _count_kept(4, 14), _count_kept(14, 4)
     parameter = (more - few) / 40
     assert parameter <= 10
-    assert (units - few) / 10 - 4 * parameter <= 80
+    assert (units - few) / 10 - 4 * parameter <= 70

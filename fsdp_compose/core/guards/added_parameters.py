@@ -37,8 +37,8 @@ def check_additions(unit: Unit) -> None:
     watch = unit.checks.watch
     if (
         watch is not None
-        and list(map(len, watch.tables)) == watch.lengths
-        and list(chain.from_iterable(map(dict.values, watch.parents))) == watch.children
+        and tuple(map(len, watch.tables)) == watch.lengths
+        and tuple(chain.from_iterable(map(dict.values, watch.parents))) == watch.children
     ):
         for values, name in watch.strays:
             value = values.get(name)
@@ -139,25 +139,26 @@ def _find_unknown(
 def remember(unit: Unit) -> None:
     """Record what the unit's modules hold now; later forwards compare theirs with it."""
     modules = [module for _, module in list_managed(unit)]
-    tables = [t for m in modules for t in (parameter_slots(m), child_slots(m))]
-    parents = [children for m in modules if (children := child_slots(m))]
+    tables = tuple([t for m in modules for t in (parameter_slots(m), child_slots(m))])
+    parents = tuple([children for m in modules if (children := child_slots(m))])
     watched = {(id(values), name) for values, name, _ in unit.links.places}
     roots = {id(ref()) for ref in unit.modules}
     inside = [module for module in modules if id(module) not in roots]
+    strays = [
+        (values, name)
+        for module in modules
+        for values in (parameter_slots(module),)
+        for name, value in values.items()
+        if (id(values), name) not in watched and not is_ignored(unit, value)
+    ]
     unit.checks.watch = Watch(
-        hooks=[table for module in inside for table in forward_hook_tables(module)],
-        backward_hooks=[table for module in modules for table in backward_hook_tables(module)],
+        hooks=tuple(chain.from_iterable(map(forward_hook_tables, inside))),
+        backward_hooks=tuple(chain.from_iterable(map(backward_hook_tables, modules))),
         tables=tables,
-        lengths=list(map(len, tables)),
+        lengths=tuple(map(len, tables)),
         parents=parents,
-        children=list(chain.from_iterable(map(dict.values, parents))),
-        strays=[
-            (values, name)
-            for module in modules
-            for values in (parameter_slots(module),)
-            for name, value in values.items()
-            if (id(values), name) not in watched and not is_ignored(unit, value)
-        ],
+        children=tuple(chain.from_iterable(map(dict.values, parents))),
+        strays=tuple(strays),
     )
 
 

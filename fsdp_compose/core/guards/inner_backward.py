@@ -234,15 +234,16 @@ def watch_kept(unit: Unit, outputs: list[torch.Tensor]) -> None:
     start = opened_at(unit)
     if start < 0:
         return
-    unit.checks.keepers = []
+    keepers: list[tuple[dict[str, Any], str]] = []
     kept: list[torch.Tensor] = []
     for _, module in list_managed(unit):
         for name, value in vars(module).items():
             if name not in _OWN and isinstance(value, torch.Tensor | list | tuple | dict):
                 mine = [t for t in find_tensors(value)[0] if _is_made_since(start, t)]
                 if mine:
-                    unit.checks.keepers.append((vars(module), name))
+                    keepers.append((vars(module), name))
                     kept += mine
+    unit.checks.keepers = tuple(keepers)
     _watch_tensors([*unit.engine.schedule.active, unit], kept)
     _watch_graph(unit, [*outputs, *kept], start)
 
