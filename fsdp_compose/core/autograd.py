@@ -103,8 +103,7 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
         given = grads if route.takes_all else route.pick(grads)
         parts.append(Arrival(route.bucket, given, has_all and route.is_whole, route.trained, node))
     if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
-        # A checkpointed part of the unit runs a backward of its own inside the unit's. Its
-        # gradients are added up here, and reduced once with the rest.
+        # Gradients of a checkpointed part's own backward are added up here, and reduced once.
         schedule.work.finish_reductions()
         for part in parts:
             schedule.work.pack(part)

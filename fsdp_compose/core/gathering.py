@@ -242,8 +242,7 @@ def _release(engine: Engine, bucket: Bucket) -> None:
             else:  # others still use it
                 leave_full(engine, bucket)
     else:
-        # Freed on the stream that allocated it, behind the compute that read it: the allocator
-        # gives the memory only to later gathers, so no other kernel writes it while it is read.
+        # Freed on the stream that allocated it, behind what read it: only later gathers reuse it.
         with streams.beside(streams.gather) if is_unread else streams.on(streams.gather):
             if bucket.static is None:
                 bucket.full.untyped_storage().resize_(0)
