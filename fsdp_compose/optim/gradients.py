@@ -176,9 +176,11 @@ def join_buckets(
         own, known = list(map(id, bucket.views.params)), _know(bucket)
         if known is None or list(map(buffer_of.get, own)).count(buffers[at]) < len(own):
             continue
-        if bucket.residence.regraded and not _are_slices(grads, bases, base):
+        if bucket.residence.regraded and not (
+            known.is_dense and _are_slices(grads, bases, base)
+        ):  # where a rank has gaps, parts of other gradients may lie in them
             continue
-        if base.numel() == bucket.layout.shard_numel and base.dim() == 1:
+        if base.numel() == bucket.layout.shard_numel:
             for gap in known.gaps:
                 base.data[gap].zero_()  # without a count: no gradient is written
             found.append(Gradient(known.names, base, known.groups, param=param))
@@ -204,6 +206,7 @@ class _Known:
     names: tuple[str, ...]
     groups: tuple[Group, ...]
     is_plain: bool
+    is_dense: bool  # no rank has gaps
     gaps: tuple[slice, ...]  # where no gradient lies, but a NaN may that all were scaled by
 
 
@@ -221,8 +224,9 @@ def _know(bucket: Bucket) -> _Known | None:
         is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
         names = tuple(map(describe_parameter, specs))
         groups = groups_of_several((bucket.mesh.shard,))
+        is_dense = sum(spec.numel for spec in specs) == bucket.layout.numel
         gaps = tuple(_list_gaps(bucket))
-        known = _known[bucket] = _Known(bucket.mesh, specs, names, groups, is_plain, gaps)
+        known = _known[bucket] = _Known(bucket.mesh, specs, names, groups, is_plain, is_dense, gaps)
     return known if known.is_plain else None
 
 

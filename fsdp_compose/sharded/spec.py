@@ -89,8 +89,8 @@ class Residence:
         is_of_fewer: the bucket lies on fewer ranks than others, which may hold other parameters.
         is_taken: ``to_local()`` was called, of a parameter or of what follows from one: plain
             tensors may be slices.
-        regraded: a gradient was given other memory (``module.to(dtype)``), and is no slice any more
-            of the buffer that it was cut from.
+        regraded: a gradient was given other memory (``module.to(dtype)``), or another tensor took
+            its place (``p.grad = x``): it may be no slice of the bucket's own buffer any more.
         awaits: gradients lay outside ``.grad`` after a backward, and may still do.
         is_mirrored: gradients are those that plain tensors over the slices have; whoever sets one
             clears this.

@@ -152,6 +152,7 @@ class _Sharded(TorchState):
         if value is not None and (type(value) is Tensor or is_torch_function_enabled()):
             if value is not self._kept_grad:  # as it is after ``p.grad /= x``
                 note_write(self, "grad =", (value,), GRADIENT)
+                self._shard_spec.residence.regraded = True
             value = fit_slice(value, self._shard_spec, "the gradient assigned to")
         if self._kept_grad is not None:
             forget_grad(self)

@@ -242,6 +242,18 @@ def test_a_gradient_that_two_parameters_share(norm: Callable[..., Any]) -> None:
         assert grad is None or torch.allclose(grad, twin.grad)
 
 
+@pytest.mark.parametrize("norm", [fc.clip_grad_norm_, nn.utils.clip_grad_norm_])
+def test_a_gradient_that_is_a_part_of_another(norm: Callable[..., Any]) -> None:
+    """The rest of the other one, which lies where the first's padding would, is left and counts."""
+    model = nn.Sequential(nn.LayerNorm(2, bias=False), nn.Linear(2, 2, bias=False))
+    fc.fully_shard(model, units=fc.wrap.by_class((nn.LayerNorm, nn.Linear)))
+    part, other = model.parameters()
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    part.grad = other.grad[0]
+    assert float(norm([part, other], 0.1)) == pytest.approx(math.sqrt(6), rel=1e-3)
+    assert other.grad.full_tensor().all()
+
+
 def test_torch_joins_gradients_once() -> None:
     """What the norm was taken of is what is scaled, until the call returns or raises."""
     with fake_world(2):
