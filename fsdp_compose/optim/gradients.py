@@ -180,7 +180,7 @@ def join_buckets(
             known.is_dense and _are_slices(grads, bases, base)
         ):  # where a rank has gaps, parts of other gradients may lie in them
             continue
-        if base.numel() == bucket.layout.shard_numel:
+        if base.numel() == bucket.layout.shard_numel:  # complex ones lie in one of real numbers
             for gap in known.gaps:
                 base.data[gap].zero_()  # without a count: no gradient is written
             found.append(Gradient(known.names, base, known.groups, param=param))
@@ -214,14 +214,10 @@ _known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
 
 
 def _know(bucket: Bucket) -> _Known | None:
-    """None where the norm of the flat gradient is not that of the gradients in it.
-
-    Tensor parallelism splits parameters of one bucket in different ways, and complex gradients lie
-    in a buffer of real numbers.
-    """
+    """None where tensor parallelism splits parameters of one bucket in different ways."""
     known, specs = _known.get(bucket), list(map(_get_spec, bucket.entries))
     if known is None or known.mesh is not bucket.mesh or known.specs != specs:
-        is_plain = not bucket.stored.is_complex() and all(spec.parallel is None for spec in specs)
+        is_plain = all(spec.parallel is None for spec in specs)
         names = tuple(map(describe_parameter, specs))
         groups = groups_of_several((bucket.mesh.shard,))
         is_dense = sum(spec.numel for spec in specs) == bucket.layout.numel
@@ -300,8 +296,7 @@ def _take_unsharded(name: str, param: Any, grad: torch.Tensor) -> Gradient:
     parallel = find_parallel(param, name, "")
     stored = None
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        if grad.placements != param.placements:
-            stored = part_of(grad.detach())
+        stored = part_of(grad.detach())
         grad = grad.redistribute(placements=param.placements)  # a partial sum becomes the sum
     part, copies = part_of(grad.detach()), _count_copies(parallel)
     return Gradient((name,), part, _groups_beside(parallel), copies, stored=stored)

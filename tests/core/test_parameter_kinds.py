@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compose import (
+    clip_grad_norm_,
     fully_shard,
     undo,
     wrap,
@@ -264,11 +265,14 @@ def test_a_model_becomes_complex() -> None:
     def ranks(rank: int) -> None:
         twin = Twin(rank, 2, lambda: nn.Sequential(nn.Linear(WIDTH, 3)), one_unit)
         twin.backward(square, 0)
+        clip_grad_norm_(twin.model, 1.0)
         for model in (twin.model, *twin.plain):
             model.zero_grad()
             model.to(torch.complex128)
         twin.backward(absolute, 1)
-        twin.check()
+        wanted = nn.utils.clip_grad_norm_(twin.reference.parameters(), 0.1)
+        torch.testing.assert_close(clip_grad_norm_(twin.model, 0.1), wanted)
+        twin.check_grads()
 
     run_ranks(ranks, 2)
 

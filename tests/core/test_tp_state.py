@@ -214,6 +214,7 @@ def test_several_mesh_dimensions_split_a_parameter() -> None:
                 module.p.detach().view(torch.uint8)
             module.p.grad = 2 * values
             torch.testing.assert_close(fsdp_compose.grad_norm(module), (2 * values).norm())
+            assert fsdp_compose.grad_norm(module, torch.inf) == 28
             torch.testing.assert_close(module.p.grad.norm(), (2 * values).norm())
             total = torch.nn.utils.get_total_norm([module.p.grad], foreach=True)
             torch.testing.assert_close(total, (2 * values).norm())
