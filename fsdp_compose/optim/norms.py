@@ -113,7 +113,7 @@ def compute_norm(
         )
     if not grads and experts is None and stages is None:
         return torch.zeros((), device=torch.get_default_device())
-    if not share_groups(grads):  # by name, however each rank's caller ordered parameters
+    if order == 0 or not share_groups(grads):  # by name, however each rank ordered parameters
         grads = sorted(grads, key=_names_of)
     elsewhere = torch.device("cpu") if stages is None else stages.device
     device = grads[0].local.device if grads else elsewhere
@@ -241,15 +241,14 @@ def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _describe_norm(grads: list[Gradient], norm: Norm) -> str:
-    """What ranks that combine norms compare; only where they are counted does the order matter."""
-    shown = _join_names(tuple([tuple(grad.names) for grad in grads]), norm.order == 0)
+    """What ranks that combine norms compare, however each ordered its parameters."""
+    shown = _join_names(tuple([tuple(grad.names) for grad in grads]))
     return f"take the norm of order {norm.order:g}{norm.use} of the gradients of {shown}"
 
 
 @lru_cache(maxsize=16)
-def _join_names(gradients: tuple[tuple[str, ...], ...], in_order: bool) -> str:
-    names = chain.from_iterable(gradients)
-    return ", ".join(names if in_order else sorted(names))
+def _join_names(gradients: tuple[tuple[str, ...], ...]) -> str:
+    return ", ".join(sorted(chain.from_iterable(gradients)))
 
 
 def _combine_over_groups(

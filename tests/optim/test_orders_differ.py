@@ -83,6 +83,19 @@ def test_a_scaler_over_parameters_in_any_order(strategy: ShardingStrategy, make:
     assert simulate_ranks(ranks, 4) == [[8.0, 4.0, 2.0, 2.0]] * 4
 
 
+def test_gradients_in_any_order_are_counted() -> None:
+    """Those that are not all zero; one that is zero has another place on each rank."""
+
+    def ranks(rank: int) -> None:
+        model = fc.fully_shard(_build())
+        model(torch.randn(2, 6)).square().sum().backward()
+        params = _in_own_order(model, rank)
+        next(model.parameters()).grad.zero_()
+        assert fc.grad_norm(params, 0) == sum(bool(whole(p.grad).any()) for p in model.parameters())
+
+    simulate_ranks(ranks, 4)
+
+
 def test_the_gradient_that_is_not_finite_is_named() -> None:
     """Also where each rank lists the parameters in another order."""
 
