@@ -270,7 +270,6 @@ class Mirror:
     def bury(self, entry: Entry | None) -> None:
         """Clear gradients that were cleared through a plain parameter, which is gone now."""
         del self.plain[entry]
-        self.ids = []
         bucket, note = self.bucket(), self.noted_plain.pop(entry, None)
         if bucket is None or note is None or note() is not None:
             return

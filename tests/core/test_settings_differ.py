@@ -165,6 +165,41 @@ def test_ranks_may_have_other_groups() -> None:
     simulate_ranks(ranks)
 
 
+class Named(nn.Module):
+    """Each rank has an expert of its own, by its own name."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 6)
+        self.experts = nn.ModuleDict({str(rank): nn.Linear(6, 6)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (expert,) = self.experts.values()
+        return expert(self.dense(x))
+
+
+def test_groups_of_experts_have_names_of_their_own() -> None:
+    """Ranks still compare what the groups of those say that all ranks have."""
+
+    def ranks(rank: int) -> None:
+        model = Named(rank).double()
+        for expert in model.experts.values():
+            fc.fully_shard(expert, mesh="self")
+            fc.set_gradient_divide_factor(expert, 2)
+        fc.fully_shard(model)
+        groups = [{"params": model.dense.parameters()}, {"params": model.experts.parameters()}]
+        groups[1]["lr"] = 0.2
+        optim = torch.optim.SGD(groups, lr=0.1)
+        for seed in range(2):
+            train(model, [optim], rank, seed)
+        optim.param_groups[0]["lr"] = 0.1 + rank
+        train(model, [optim], rank, 2)
+        with pytest.raises(RuntimeError, match=r"'dense.weight' of unit .* stepped with lr="):
+            train(model, [optim], rank, 3)
+
+    run_ranks(ranks)
+
+
 def test_optimizers_in_another_order_on_each_rank() -> None:
     """They may step in any order, and a rate that differs afterwards is found all the same."""
 

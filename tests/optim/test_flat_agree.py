@@ -200,7 +200,7 @@ def test_a_move_between_devices_sets_no_gradient(way: str) -> None:
 def test_three_views_of_a_gradient_agree(cleared: str) -> None:
     """Flat and local parameters at once, and the model's own: replaced and cleared together."""
     model = by_block(seeded(Tower))
-    both = {way: make(model) for way, make in WAYS.items()}
+    both = {way: WAYS[way](model) for way in ("local", "flat")}
     square(model, data(0, 0)).backward()
     before = float(fc.grad_norm(model))
     every = [*both["flat"], *both["local"], *model.parameters()]
@@ -229,6 +229,32 @@ def test_gradients_outlive_plain_parameters(way: str) -> None:
         made.check_grads()
 
     simulate_ranks(ranks)
+
+
+@ways
+def test_a_gradient_set_since_outlives_them_too(way: str) -> None:
+    """They were cleared through plain parameters before, of which none is left."""
+    model = by_block(seeded(Tower))
+    params = WAYS[way](model)
+    square(model, data(0, 0)).backward()
+    for param in params:
+        param.grad = None
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    del param, params
+    gc.collect()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_over_gradients_is_left(way: str) -> None:
+    """What ``create_graph=True`` was asked for, whoever looks at plain gradients meanwhile."""
+    model = by_block(seeded(Tower))
+    params = WAYS[way](model)
+    square(model, data(0, 0)).backward(create_graph=True)
+    assert fc.grad_norm(params) > 0
+    assert all(p.grad.requires_grad for p in model.parameters())
 
 
 def hook(params: list[nn.Parameter]) -> None:

@@ -108,6 +108,21 @@ def test_state_that_changed_owners_is_refused(whole: bool) -> None:
     assert all(map(is_sharded, params)) and is_sharded(first["exp_avg"])
 
 
+def test_two_gradients_that_were_one_tensor() -> None:
+    """Each parameter is stepped by its own as soon as there are two."""
+    guard()
+    params = [shard([torch.ones(4)], SELF)[0] for _ in range(2)]
+    plain = [torch.nn.Parameter(torch.ones(4)) for _ in params]
+    pairs = [(side, O.AdamW(side, 0.1)) for side in (params, plain)]
+    for step in range(4):
+        for (first, second), optimizer in pairs:
+            first.grad = torch.ones(4)
+            second.grad = first.grad if step < 2 else torch.full((4,), -3.0)
+            optimizer.step()
+    for param, other in zip(params, plain, strict=True):
+        assert torch.equal(to_local(param), other)
+
+
 def test_a_plan_keeps_nothing_alive() -> None:
     """State may be moved away between steps, and what takes its address is another tensor."""
     guard()

@@ -240,20 +240,21 @@ def test_plain_parts_that_are_trained_later(change: str) -> None:
     simulate_ranks(ranks)
 
 
-@pytest.mark.parametrize("change", ["unfrozen", "exchanged"])
+@pytest.mark.parametrize("change", ["unfrozen", "exchanged", "used"])
 def test_an_optimizer_whose_parameters_change(change: str) -> None:
     """It is looked through again where it has as many parameters, and others are to be trained."""
 
     def ranks(rank: int) -> None:
         block, head = fully_shard(seeded(Block)), seeded(lambda: nn.Linear(6, 2))
-        head.requires_grad_(False)
+        head.requires_grad_(change == "used")
+        first = block if change == "used" else nn.Sequential(block, head)
         optim = sgd([*block.parameters(), *head.parameters()])
         for step in range(2):
-            square(nn.Sequential(block, head), data(step, rank)).backward()
+            square(first, data(step, rank)).backward()
             optim.step()
         if change == "unfrozen":
             head.requires_grad_(True)
-        else:
+        elif change == "exchanged":
             head = seeded(lambda: nn.Linear(6, 2))
             optim.param_groups[0]["params"][-2:] = head.parameters()
         head(block(data(2, rank))).sum().backward()
