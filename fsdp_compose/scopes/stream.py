@@ -102,6 +102,7 @@ def iter_full(
             tensor = tensor.full_tensor()
         kind = dtype if tensor.is_floating_point() else None
         yield full_name, tensor.to(device=device, dtype=kind, copy=True)
+        del tensor  # a view of what was gathered, which the next gather would find held
 
 
 def _check_device(device: object) -> None:

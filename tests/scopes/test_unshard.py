@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compose import (
     MixedPrecision,
@@ -21,6 +22,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.base.process import here
 from fsdp_compose.core.schedule import Hold
+from fsdp_compose.scopes import stream
 from fsdp_compose.scopes import unshard as scope
 from fsdp_compose.scopes.gathered import gathered
 from fsdp_compose.scopes.stream import iter_full
@@ -353,6 +355,28 @@ def test_iter_full_of_a_part_has_its_own_names() -> None:
                 assert torch.equal(found[name], q)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+def test_iter_full_holds_one_at_a_time(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket, or a parameter of a large one, is let go of before the next is gathered."""
+    held: list[StorageWeakRef] = []
+
+    def watched(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            assert all(ref.expired() for ref in held)
+            full = gather(*args)
+            held.append(StorageWeakRef(full.untyped_storage()))
+            return full
+
+        return run
+
+    for name in "gather_stored", "_gather_parameter":
+        monkeypatch.setattr(stream, name, watched(getattr(stream, name)))
+    model = by_block(seeded(Tower))
+    for _ in iter_full(model, bucket_bytes=bucket_bytes):
+        pass
+    assert len(held) > 2
 
 
 def test_iter_full_moves_each_bucket_once() -> None:
