@@ -87,10 +87,10 @@ def test_steps_and_state_dicts_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_builds_leave_nothing() -> None:
-    """300 models sharded, trained and dropped, every other one after ``undo``."""
+    """500 models sharded, trained and dropped, every other one after ``undo``."""
 
     def body(rank: int) -> None:
-        x, undone = torch.randn(2, 3), iter(range(300))
+        x, undone = torch.randn(2, 3), iter(range(500))
 
         def build() -> None:
             built = shard(model())
@@ -99,6 +99,6 @@ def test_builds_leave_nothing() -> None:
             if next(undone) % 2:
                 fc.undo(built)
 
-        stays_flat("builds", build, 300)
+        stays_flat("builds", build, 500)
 
     run_ranks(body, 1, timeout=120)
