@@ -309,7 +309,7 @@ def parse() -> argparse.Namespace:
         "--parts",
         nargs="+",
         choices=PARTS,
-        default=[part for part in PARTS if part != "instructions"],
+        default=TIMED,
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -478,7 +478,7 @@ def main() -> int:
     if failures or notes:
         sections += ["## What could not run", "\n".join(failures + notes)]
     sections += ["## Machine", common.machine()]
-    name = "host_overhead-instructions" if options.parts == ["instructions"] else "host_overhead"
+    name = "-".join(["host_overhead", *([] if options.parts == TIMED else options.parts)])
     common.publish(name, options, sections, figures)
     dist.destroy_process_group()
     return 1 if any(line.startswith("- ours") for line in failures) else 0
