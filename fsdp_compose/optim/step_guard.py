@@ -37,12 +37,7 @@ from fsdp_compose.optim.mirror import bucket_of, find_buckets
 from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
-from fsdp_compose.scopes.unshard import (
-    check_stepped,
-    end_steps,
-    may_wait,
-    show_current,
-)
+from fsdp_compose.scopes.unshard import check_stepped, end_steps, may_wait, show_current
 from fsdp_compose.sharded import QUANTIZING, is_sharded_parameter, spec_of
 
 

@@ -566,6 +566,21 @@ def test_what_waits_again_is_not_taken_for_none() -> None:
     assert model.bias.grad.full_tensor().tolist() == [1, 1]
 
 
+def test_what_waits_again_is_missed_by_a_step() -> None:
+    """Also where another optimizer has stepped since the discarded step had reduced it."""
+    model, x = fc.fully_shard(nn.Linear(2, 2)), torch.ones(1, 2)
+    other = fc.fully_shard(nn.Linear(2, 2))
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    with fc.no_sync(model):
+        model(x).sum().backward()
+    with skippable_step(model) as step:
+        (model(x).sum() + other(x).sum()).backward()
+        optims[1].step()
+        step.discard("bad batch")
+    with pytest.raises(RuntimeError, match="was accumulated without synchronisation"):
+        optims[0].step()
+
+
 def test_sums_of_a_tree_are_looked_at() -> None:
     """``deterministic=`` adds microbatches up when the last has come."""
 

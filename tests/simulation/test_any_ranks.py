@@ -296,6 +296,25 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+def test_a_step_that_was_left_out() -> None:
+    """Of one backward on each rank, so that nothing waits for another: the next step says so."""
+
+    def ranks() -> None:
+        model = fc.fully_shard(nn.Linear(2, 2), deterministic=2)
+        optim = sgd(model)
+        for times in (1, 1, 2):  # where gradients stay, as zeros, only a step ends the count
+            for _ in range(times):
+                model(torch.ones(1, 2)).sum().backward()
+            if times == 2:
+                with pytest.raises(RuntimeError, match="is of 2 backwards on this rank; wanted 1"):
+                    optim.step()
+            else:
+                optim.step()
+            optim.zero_grad(set_to_none=False)
+
+    simulate(ranks, 2)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_use_is_an_error_on_every_rank(case: str) -> None:
     use, wanted = REFUSED[case]
