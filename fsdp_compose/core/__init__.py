@@ -39,8 +39,9 @@ Files, each importing only from those above it:
     guards/divisors             units over different numbers of ranks
     guards/plain_gradients      gradients that an optimizer over plain parameters cleared
     guards/waiting_gradients    gradients that wait when a backward fails: dropped with a word
+    guards/inner_parts          gradients that a backward inside another brings wait for the rest
     passes                      begins and ends a forward or backward pass
-    guards/passed_units         units for whose parameters a backward does not ask
+    guards/passed_units         units to which a backward brings no more gradients
     guards/frozen_units         where the backward of a unit that trains nothing ends
     guards/called_again         gradients of a unit's later calls are added up with the first's
     autograd                    gathering as a function; the one way for gradients to arrive

@@ -47,8 +47,10 @@ from fsdp_compose.core.gathering import (
 )
 from fsdp_compose.core.guards.called_again import find_sources, hand_on, is_reached
 from fsdp_compose.core.guards.gathered_memory import any_lies_in
+from fsdp_compose.core.guards.inner_parts import join_kept
 from fsdp_compose.core.guards.microbatches import refuse_early_gradients
 from fsdp_compose.core.guards.parted_gradients import brings_more, is_awaited
+from fsdp_compose.core.guards.passed_units import keep_parts, release_passed
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.used_parameters import unite_used
@@ -66,7 +68,6 @@ from fsdp_compose.core.schedule import RETAINED
 from fsdp_compose.core.state import Engine, Task, Unit, as_read, routes_of, unit_of
 
 Tensors = tuple[torch.Tensor | None, ...]
-Versions = list[tuple[int, ...]]
 
 
 def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
@@ -96,22 +97,20 @@ def receive(unit: Unit, trained: tuple[int, ...], grads: Tensors, node: Any) -> 
 def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node: Any) -> None:
     """Pack gradients into their buckets, and reduce the buckets that are complete."""
     schedule = unit.engine.schedule
-    routes = unit.links.routes.get(trained) or routes_of(unit, trained)
     has_all = not any(map(is_, grads, repeat(None)))
-    parts: list[Arrival] = []
-    for route in routes:  # which a comprehension would call a function for
+    parts: list[Arrival] = []  # without a comprehension, which would call a function
+    for route in unit.links.routes.get(trained) or routes_of(unit, trained):
         given = grads if route.takes_all else route.pick(grads)
         parts.append(Arrival(route.bucket, given, has_all and route.is_whole, route.trained, node))
-    if unit.run.task is not None and unit.run.task is not task and unit.run.task.alive:
-        # Gradients of a checkpointed part's own backward are added up here, and reduced once.
+    if (outer := unit.run.task) is not None and outer is not task and outer.alive:
+        # Gradients of a checkpointed part's own backward wait for the others, and are reduced once.
         schedule.work.finish_reductions()
-        for part in parts:
-            schedule.work.pack(part)
-            if unit_of(part.bucket).switches.sync:
-                unit.run.task.packed.append(part.bucket)
-            else:
-                schedule.work.postpone(part)
+        keep_parts(outer, unit, parts)
         return
+    if task.unasked and node is not None:
+        release_passed(task)
+    if task.kept:
+        parts = [join_kept(task, part) for part in parts]
     ends_backward = node is not None and node.ends_pass
     if ends_backward:
         if RETAINED in unit.holds:
@@ -218,8 +217,7 @@ def _reduce_route(route: Route, grads: Tensors) -> dict[Entry, torch.Tensor]:
     unite_used(bucket, used)
     entries = [e for e in bucket.entries if used.bits & 1 << e.index]
     full = [zero_gradient(e, bucket) if (g := given[e.index]) is None else g for e in entries]
-    reduced = Reduce.apply(bucket, entries, route.trained, *full)
-    return dict(zip(entries, reduced, strict=True))
+    return dict(zip(entries, Reduce.apply(bucket, entries, route.trained, *full), strict=True))
 
 
 class Reduce(torch.autograd.Function):
@@ -240,8 +238,7 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *slices: torch.Tensor) -> Any:
-        spread = Spread.apply(ctx.bucket(), ctx.given, ctx.dtype, *slices)
-        return (None, None, None, *spread)
+        return (None, None, None, *Spread.apply(ctx.bucket(), ctx.given, ctx.dtype, *slices))
 
 
 class Spread(torch.autograd.Function):
@@ -257,10 +254,9 @@ class Spread(torch.autograd.Function):
         pieces = shard.split(bucket.views.splits)
         for entry, piece in zip(given, slices, strict=True):
             pieces[bucket.views.pieces[entry.index]].copy_(piece)
+        specs = [entry.spec for entry in given]
         full = gather_flat(bucket, shard, dtype, "gradients of gradients")
-        return tuple(
-            [full.as_strided(e.spec.shape, e.spec.stride, e.spec.offset).clone() for e in given]
-        )
+        return tuple([full.as_strided(s.shape, s.stride, s.offset).clone() for s in specs])
 
     @staticmethod
     @untraced
@@ -313,7 +309,7 @@ class Gather(torch.autograd.Function):
         ctx: Any,
         unit_ref: weakref.ref[Unit],
         trained: tuple[int, ...],
-        versions: Versions,
+        versions: list[tuple[int, ...]],
         *sources: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.unit_ref, ctx.trained, ctx.versions = unit_ref, trained, versions

@@ -27,6 +27,7 @@ from fsdp_compose.core.gathering import forget_inner, install, install_leaves, r
 from fsdp_compose.core.guards.compared_units import did_ranks_differ, forget_orders, reach_frozen
 from fsdp_compose.core.guards.divisors import check_divisors
 from fsdp_compose.core.guards.inner_gradients import guard_hooks
+from fsdp_compose.core.guards.inner_parts import pack_kept
 from fsdp_compose.core.guards.kept_views import guard_after_error, guard_everywhere, note_users
 from fsdp_compose.core.guards.parted_gradients import add_held, forget_held, tell_late
 from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
@@ -100,6 +101,7 @@ def end_task(engine: Engine, task_id: int) -> None:
     """After an autograd run: reduce what is left, set the gradients, release every unit."""
     task = engine.tasks.pop(task_id)
     try:
+        pack_kept(task)
         # As in the pass itself, for hooks; a device's thread has a grad mode of its own.
         with torch.set_grad_enabled(bool(task.results)):
             engine.schedule.reduce_rest(
@@ -115,14 +117,14 @@ def end_task(engine: Engine, task_id: int) -> None:
     except BaseException:
         abandon_task(engine, task)
         raise
-    for unit in list(task.open):
-        if unit.run.task is task or unit.run.task is None:
-            close_backward(unit, ended=True)
+    for unit in [unit for unit in task.open if unit.run.task in (task, None)]:
+        close_backward(unit, ended=True)
     for unit in engine.retained if task.consumed else ():
         unit.graphs.readers.difference_update(task.consumed)
     drop_unread(engine)
     if engine.tasks:
-        engine.schedule.backward_order.note_inner(None)
+        if task.units:
+            engine.schedule.backward_order.note_inner(None)
     else:
         if len(engine.logs) > len(engine.reached):
             reach_frozen(engine)
@@ -154,7 +156,7 @@ def end_step(engine: Engine, trained: bool) -> None:
 def note_opened(unit: Unit, task: Task) -> None:
     """Have the unit closed when ``task`` ends, if not before."""
     task.units.append(unit)
-    task.open[unit] = None
+    task.open[unit] = running_node()
 
 
 def open_backward(unit: Unit, task: Task) -> None:

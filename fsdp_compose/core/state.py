@@ -318,12 +318,13 @@ class Task:
     keeps_graph: bool  # its graph can be run again (retain_graph)
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # that it opened
-    open: dict[Unit, None] = field(default_factory=dict)  # units whose backward is running
+    open: dict[Unit, Any] = field(default_factory=dict)  # units in backward, and where it began
     asks_all: bool = False  # it has no ``inputs=``: every ``Gather`` in its graph will run
     unasked: dict[Unit, int] = field(default_factory=dict)
-    """Units to which no gradients come, and when their ``Gather`` was made."""
+    """Units whose ``Gather`` it may not run, and when that was made."""
     reached: set[Unit] = field(default_factory=set)
     packed: list[Bucket] = field(default_factory=list)  # to reduce when it ends, or before
+    kept: dict[Bucket, Any] = field(default_factory=dict)  # gradients of backwards inside this one
     consumed: list[Any] = field(default_factory=list)
     """Readers of graphs over earlier backwards that it was the last to run; see ``Graphs``."""
     results: dict[Entry, torch.Tensor] = field(default_factory=dict)

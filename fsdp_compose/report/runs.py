@@ -25,11 +25,12 @@ class Recording:
     Attributes:
         calls: in forward, as they begin.
         turns: what backward reached, and whose forwards it ran again; None where one inside ended.
+            Each with the backward that it was in.
         tasks: backwards that have reached a module, the outermost first.
     """
 
     calls: list[int] = field(default_factory=list)
-    turns: list[tuple[Turn, int | None]] = field(default_factory=list)
+    turns: list[tuple[Turn, int | None, int]] = field(default_factory=list)
     tasks: list[int] = field(default_factory=list)
 
     @contextmanager
@@ -48,7 +49,7 @@ class Recording:
         if graph_task_id() == -1:
             self.calls.append(id(module))
         else:
-            self.turns.append(("forward", id(module)))
+            self.turns.append(("forward", id(module), graph_task_id()))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in find_tensors(output)[0]:
@@ -60,8 +61,8 @@ class Recording:
         if task not in self.tasks:
             self.tasks.append(task)
             if len(self.tasks) > 1:
-                on_backward_end(partial(self.turns.append, ("ended", None)))
-        self.turns.append(("reached", module))
+                on_backward_end(partial(self.turns.append, ("ended", None, task)))
+        self.turns.append(("reached", module, task))
 
 
 def follow(survey: Survey, recording: Recording) -> None:
@@ -72,9 +73,11 @@ def follow(survey: Survey, recording: Recording) -> None:
         if called[id(record)] % len(record.modules) == 0:
             survey.visits.append(record)
         called[id(record)] += 1
-    for turn, module in recording.turns:
+    of_units = {task for _, module, task in recording.turns if module in owners}
+    for turn, module, task in recording.turns:
         found = None if module is None else owners.get(module)
-        if (turn == "ended" or found is not None) and survey.turns[-1:] != [(turn, found)]:
+        is_followed = task in of_units if turn == "ended" else found is not None
+        if is_followed and survey.turns[-1:] != [(turn, found)]:
             survey.turns.append((turn, found))
     first: dict[int, int] = {}  # where each is reached first, by its id
     for place, (turn, found) in enumerate(survey.turns):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     GradBucket,
@@ -242,6 +243,62 @@ def test_units_called_again_take_no_more_than_fsdp2() -> None:
         ours = timeline(model, words)
         theirs = timeline(shard_by_fsdp2(seeded(Looped).float(), mesh, True), words)
         assert ours.names == theirs.names and max(ours.most) <= max(theirs.most)
+
+
+class Part(Block):
+    """A unit that recomputes parts of its own forward, in a backward of their own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(WIDTH, 4 * WIDTH)
+        self.way = way
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(self.norm(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "whole":
+            return checkpoint(super().forward, x, use_reentrant=True)
+        if self.way == "halves":
+            hidden = checkpoint(self.hidden, x, use_reentrant=True)
+            return x + checkpoint(self.down, hidden, use_reentrant=True)
+        hidden = torch.tanh(checkpoint(self.up, self.norm(x), use_reentrant=True))
+        return x + self.down(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("way", ["whole", "halves", "middle"])
+def test_reentrant_checkpoints_in_units(way: str, strategy: str) -> None:
+    """At no event more than FSDP2's: what a part's backward brings is packed behind the unit's.
+
+    And as planned, before a step has run, with one that is recorded, and after it.
+    """
+
+    def build() -> nn.Module:
+        model = Words()
+        model.blocks = nn.ModuleList(Part(way) for _ in range(3))
+        return model
+
+    with fake_world(8):
+        mesh, model, words = init_device_mesh("cpu", (8,)), seeded(build).float(), torch.arange(2)
+        options = {"units": wrap.by_class({Part}), "strategy": ShardingStrategy[strategy]}
+        before = plan(seeded(build).float(), mesh=mesh, sample=words, **options)
+        fully_shard(model, mesh=mesh, **options)
+        first = plan(model).memory.backward.total
+        ours = timeline(model, words)
+        released = strategy == "FULL_SHARD"
+        theirs = timeline(shard_by_fsdp2(seeded(build).float(), mesh, released), words)
+        assert ours.names == theirs.names
+        found = plan(model)
+        more = 4 + 2 * sum(bucket.padding_bytes for bucket in found.buckets)
+        above = [(a, b) for a, b in zip(ours.most, theirs.most) if a > b + more]
+        received = max(bucket.received_bytes for bucket in found.buckets)
+        assert len(above) <= (not released) and all(a <= b + more + received for a, b in above)
+        assert max(ours.most) <= max(theirs.most) + more
+        planned = found.memory.backward.total
+        assert planned == first == before.memory.backward.total
+        assert max(ours.most) <= 1.02 * planned
+        assert way == "halves" or planned <= max(ours.most)  # which makes its gradients in turns
 
 
 class Recurrent(nn.Module):

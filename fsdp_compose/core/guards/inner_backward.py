@@ -69,8 +69,8 @@ def trigger_of(unit: Unit) -> Callable[[torch.Tensor], None]:
             task.reached.add(reached)
             if checks.entrance == "unknown":
                 checks.entrance = "outputs"
-            if task.unasked:
-                release_passed(task, grad)
+            if task.unasked and isinstance(grad, torch.Tensor):  # not at a node inside of it
+                release_passed(task, grad.device)
             if reached.run.task is task and reached.engine.reductions:
                 finish_before_earlier_call(reached)
             open_backward(reached, task)

@@ -18,7 +18,8 @@ import torch
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.torch_private import next_node_number, plain_apply, untraced
 from fsdp_compose.buckets.entries import copy_all_attributes
-from fsdp_compose.core.autograd import Gather, Versions
+from fsdp_compose.core.autograd import Gather
+from fsdp_compose.core.guards.called_again import Versions
 from fsdp_compose.core.guards.captured import choose_anchor
 from fsdp_compose.core.guards.trained_entries import trained_entries
 from fsdp_compose.core.guards.weight_versions import read_versions
