@@ -53,7 +53,8 @@ def _expect_to_pass(task: Task, unit: Unit, gather: Any) -> None:
             release_passed(running)
 
     task.unasked[unit] = made_at(gather)
-    pending, seen = [entrance], {None}
+    # The first that backward reaches is the outermost, whose inputs are the model's.
+    pending, seen = [entrance] if task.units[0] is not unit else [], {None}
     while pending:
         node = pending.pop()
         if node not in seen:

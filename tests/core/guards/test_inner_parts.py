@@ -63,14 +63,14 @@ class Net(nn.Module):
     def __init__(self, way: str, order: tuple[int, ...] = (0, 1, 2)) -> None:
         super().__init__()
         self.words, self.order = nn.Embedding(8, WIDTH), order
-        self.parts = nn.ModuleList(Part(way) for _ in range(max(order) + 1))
+        self.parts: Any = nn.ModuleList(Part(way) for _ in range(max(order) + 1))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.words(x)
         for place in self.order:
             x = self.parts[place](x)
-        return self.head(x)
+        return again(self.head, x) if self.parts[0].way == "whole" else self.head(x)
 
 
 def both(way: str, order: tuple[int, ...] = (0, 1, 2), **options: Any) -> tuple[Net, Net]:
