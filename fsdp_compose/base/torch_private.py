@@ -353,6 +353,14 @@ def step_function(kind: Any) -> Callable[..., Any]:
     return step
 
 
+def call_at_step_end(optimizer: Any, hook: Callable[..., None]) -> None:
+    """Call ``hook`` at the end of each of the optimizer's steps, before hooks that may raise."""
+    hooks = optimizer._optimizer_step_post_hooks
+    if hook not in hooks.values():
+        handle = optimizer.register_step_post_hook(hook)
+        hooks.move_to_end(handle.id, last=False)
+
+
 NO_CAPTURE_WARNING = {"_warned_capturable_if_run_uncaptured": True}
 """Attributes of an optimizer that does not say that its step could run in a CUDA graph."""
 

@@ -9,7 +9,7 @@ here or in the forward of a closure.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -112,8 +112,11 @@ class OwnerLinks:
             link.meet(purpose, [missing[n] for n in link.members if n in missing])
 
     @contextmanager
-    def tell_failures(self) -> Iterator[None]:
+    def tell_failures(self, is_open: Callable[[], bool]) -> Iterator[None]:
         """Scope of a step: what one rank raises in it ends the step of the others too.
+
+        Args:
+            is_open: whether the step has not ended yet; after that, no other rank waits for it.
 
         Raises:
             RuntimeError: another rank raised; which, and what.
@@ -123,6 +126,8 @@ class OwnerLinks:
         try:
             yield
         except Exception as error:
+            if not is_open():  # a hook on its end raised
+                raise
             if not any(log.skippable for log, _ in told):  # the end of that scope tells them
                 left = [t for t, n in zip(told, epochs, strict=True) if epoch_of(t[1]) == n]
                 _tell(error, left)

@@ -112,12 +112,13 @@ def _list_params(params: Any) -> list[Any]:
 
 
 def _share_failures(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the other ranks hear what a step, or a hook around it, raises."""
+    """Have the other ranks hear what a step, or a hook before its end, raises."""
     hooked = Optimizer.profile_hook_step(step)
 
     @wraps(hooked)
     def call(self: OwnerOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._links.tell_failures():
+        steps = self._steps
+        with self._links.tell_failures(lambda: self._steps == steps):
             return hooked(self, *args, **kwargs)
 
     vars(call)["hooked"] = True  # else torch calls the hooks outside of the scope

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import here, once
+from fsdp_compose.base.torch_private import call_at_step_end
 from fsdp_compose.base.torch_stack import is_scaled_by_torch
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.buckets.entries import find_entry
@@ -163,13 +161,12 @@ def _make_local(module: nn.Module, caller: str) -> dict[str, nn.Parameter]:
     return found
 
 
-def _hook_steps() -> None:
+def _guard_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _mirror_of(bucket: Bucket) -> Mirror:
-    once(_hook_steps)
+    once(_guard_steps)
     if bucket.residence.moved:
         renew_bucket(bucket)
     known = mirror_of(bucket)
@@ -250,6 +247,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if waits and is_open(bucket):
             check_stepped(bucket, f"{type(optimizer).__name__}.step()")
     share_gradients(_list_mirrors(refs))
+    if buckets:
+        call_at_step_end(optimizer, _after_step)
 
 
 _OF_WHOLE = (torch.optim.LBFGS, torch.optim.Adafactor)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from fsdp_compose.base.attributes import get_grad, requires_grad
 from fsdp_compose.base.loops import parameters_of
 from fsdp_compose.base.process import here
-from fsdp_compose.base.torch_private import raw
+from fsdp_compose.base.torch_private import call_at_step_end, raw
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.buckets.gather import count_writes
@@ -58,6 +58,7 @@ def _before_step(
         end_rests(rested)
         raise
     bring_scale(optimizer)
+    call_at_step_end(optimizer, _end_step)
     hook_slice_step(optimizer)
     _note_begin(optimizer)
     if not rested:
@@ -82,13 +83,17 @@ def _in_full(closure: Callable[[], Any], rested: list[Entry]) -> Callable[[], An
     return call
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Note that the step has ended, whatever the user's hooks on its end raise."""
     unhook_slice_step(optimizer)
     for engine in here.engines.values():
         for log in engine.logs.values():
             log.steps.end(optimizer)
     _note_step(optimizer)
     end_steps()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     show_current(list_opened())
 
 

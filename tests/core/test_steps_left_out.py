@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -132,6 +133,48 @@ def test_weights_that_all_ranks_load_are_whole() -> None:
         return whole(model.first.weight)
 
     assert torch.equal(simulate_ranks(ranks)[0], simulate_ranks(right)[0])
+
+
+def own(model: nn.Module) -> torch.optim.Optimizer:
+    return fc.owner_step(model.parameters(), sgd)
+
+
+def flat(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(fc.flat_parameters(model), lr=0.1, fused=True)
+
+
+def raise_once(rank: int, failing: int) -> Callable[..., None]:
+    """A hook that raises when it is called the second time, on one rank alone."""
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        calls.append(rank)
+        if len(calls) == 2 and rank == failing:
+            raise ValueError("a hook of the user")
+
+    return hook
+
+
+@pytest.mark.parametrize("make", [own, flat, lambda model: sgd(model.parameters())])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_a_hook_that_raises_after_the_step(
+    make: Callable[[nn.Module], torch.optim.Optimizer], strategy: ShardingStrategy
+) -> None:
+    """The step has ended on every rank: who catches the error goes on as if nothing was raised."""
+
+    def ranks(rank: int, failing: int) -> torch.Tensor:
+        model = by_block(seeded(Tower), strategy=strategy)
+        optim = make(model)
+        optim.register_step_post_hook(raise_once(rank, failing))
+        for seed in range(4):
+            with suppress(ValueError):
+                train(model, [optim], rank, seed)
+            with torch.no_grad():
+                model(data(seed, rank))  # which gathers weights that the next forward may find
+        return whole(model.first.weight)
+
+    found = [simulate_ranks(ranks, 2, failing)[0] for failing in (-1, 1)]
+    assert torch.equal(*found)
 
 
 def test_only_steps_that_differ_are_explained() -> None:
