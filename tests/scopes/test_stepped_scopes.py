@@ -321,3 +321,25 @@ def test_apply_writes_to_what_is_unsharded() -> None:
             module.weight.data.mul_(0.5)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_raises_leaves_full_tensors(depth: int) -> None:
+    """A forward in the scope, after the program has caught the error, reads them as before."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("a hook of the user")
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        optim = sgd(model.parameters())
+        optim.register_step_pre_hook(refuse)
+        square(model, data(0, rank)).backward()
+        expected = model(data(1, rank))
+        with fc.gathered(model), fc.gathered(model) if depth == 2 else nullcontext():
+            with pytest.raises(ValueError, match="a hook of the user"):
+                optim.step()
+            assert torch.equal(model(data(1, rank)), expected)
+            assert not is_sharded(model.first.weight)
+
+    simulate_ranks(ranks)

@@ -50,6 +50,7 @@ from fsdp_compose.core.guards.functional_calls import (
 )
 from fsdp_compose.core.guards.interrupts import leave_interrupted
 from fsdp_compose.core.guards.partly_run import close_partly_run
+from fsdp_compose.core.guards.scope_parameters import end_failed_rests
 from fsdp_compose.core.passes import running_task
 from fsdp_compose.core.records import Opened
 from fsdp_compose.core.state import Unit
@@ -66,6 +67,7 @@ def _enter_scope(unit: Unit, module: nn.Module) -> None:
     if not opened.calls:
         if opened.leaf_versions:
             check_scope_is_current(unit, opened)
+        end_failed_rests(unit.entries)
         opened.stored = stored
         pairs = zip(opened.tensors, unit.links.aliases, strict=True)
         with count_writes():

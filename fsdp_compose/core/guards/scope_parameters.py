@@ -38,6 +38,7 @@ from fsdp_compose.base.torch_stack import (
     is_asked_for_node,
     is_called_by_parameter,
     is_in_call,
+    is_stepping,
 )
 from fsdp_compose.buckets.bucket import Entry
 from fsdp_compose.buckets.entries import entry_of, find_entry, give_slice
@@ -410,6 +411,13 @@ def end_rests(entries: Iterable[Entry]) -> None:
     """Let the parameters show their full tensors again."""
     for entry in entries:
         _end_rest(entry)
+
+
+def end_failed_rests(entries: Iterable[Entry]) -> None:
+    """Show full tensors again that an optimizer's step has hidden which ended with an error."""
+    resting = [entry for entry in entries if entry.layers and entry.param is entry.held]
+    if resting and not is_stepping():
+        end_rests(resting)
 
 
 def _end_rest(entry: Entry) -> None:
