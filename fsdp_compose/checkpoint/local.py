@@ -138,15 +138,21 @@ def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
     name = prefix.rstrip(".") or unit.name
     if not isinstance(theirs, dict):
         raise TypeError(f"local state of unit {name!r}: layout is a {type(theirs).__name__}")
-    # A unit without parameters is cut over no ranks; what differs is then said of its buckets.
-    are_cut = bool(mine["buckets"] and theirs.get("buckets"))
-    if are_cut and theirs.get("world_size") != mine["world_size"]:
+    buckets = theirs.get("buckets")
+    if not isinstance(buckets, list) or not all(isinstance(bucket, dict) for bucket in buckets):
         raise RuntimeError(
-            f"local state of unit {name!r} was saved at world size {theirs.get('world_size')}, "
-            f"this model is cut over {mine['world_size']} ranks. {_ADVICE}"
+            f"local state of unit {name!r}: buckets were {buckets!r:.80}, here a list of "
+            f"dictionaries. {_ADVICE}"
         )
-    if theirs != mine:
-        raise RuntimeError(f"local state of unit {name!r}: {_compare(mine, theirs)}. {_ADVICE}")
+    # A unit without parameters is cut over no ranks; what differs is then said of its buckets.
+    ranks = theirs.get("world_size")
+    if mine["buckets"] and buckets and _are_unlike(ranks, mine["world_size"]):
+        raise RuntimeError(
+            f"local state of unit {name!r} was saved at world size {ranks!r}, this model is cut "
+            f"over {mine['world_size']} ranks. {_ADVICE}"
+        )
+    if (difference := _compare(mine, theirs)) is not None:
+        raise RuntimeError(f"local state of unit {name!r}: {difference}. {_ADVICE}")
     for index, bucket in enumerate(unit.buckets):
         value = incoming.get(f"{prefix}{SHARD}{index}")
         if not is_sharded(value):
@@ -168,13 +174,26 @@ def _check_unit(prefix: str, unit: Unit, incoming: Mapping[str, Any]) -> None:
             )
 
 
-def _compare(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    pairs = zip(mine["buckets"], theirs.get("buckets", []), strict=False)
-    for index, (want, found) in enumerate(pairs):
-        for key in want:
-            if want[key] != found.get(key):
-                return f"{key} of bucket {index} were {found.get(key)}, here {want[key]}"
-    return f"saved {len(theirs.get('buckets', []))} buckets, here {len(mine['buckets'])}"
+def _compare(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Say where two layouts differ first; None where they do not."""
+    wanted, saved = mine["buckets"], theirs["buckets"]
+    for index, (want, found) in enumerate(zip(wanted, saved, strict=False)):
+        if (key := _find_unlike(want, found)) is not None:
+            return f"{key} of bucket {index} were {found.get(key)!r}, here {want.get(key)!r}"
+    if len(wanted) != len(saved):
+        return f"saved {len(saved)} buckets, here {len(wanted)}"
+    key = _find_unlike({**mine, "buckets": []}, {**theirs, "buckets": []})
+    return None if key is None else f"{key} were {theirs.get(key)!r}, here {mine.get(key)!r}"
+
+
+def _find_unlike(want: dict[str, Any], found: dict[str, Any]) -> str | None:
+    unlike = (key for key in [*want, *found] if _are_unlike(found.get(key), want.get(key)))
+    return next(unlike, None)
+
+
+def _are_unlike(found: Any, want: Any) -> bool:
+    """Whether a value of a damaged layout, which may be a tensor, is not the one that is wanted."""
+    return type(found) is not type(want) or bool(found != want)
 
 
 def write_local(module: nn.Module, incoming: Mapping[str, Any]) -> None:

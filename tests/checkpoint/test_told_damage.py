@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from collections.abc import Callable
@@ -141,6 +142,39 @@ def test_local_state_that_was_changed() -> None:
         state[key] = state[key].double() if value is None else value
         with pytest.raises((TypeError, RuntimeError), match=text):
             fc.load_state_dict(model, state)
+
+
+LAYOUTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no list": (lambda at: at.update(buckets=None), "buckets were None, here a list"),
+    "a string": (lambda at: at.update(buckets="ab"), "buckets were 'ab', here a list"),
+    "no dictionary": (lambda at: at.update(buckets=[None]), r"buckets were \[None\], here a list"),
+    "later": (lambda at: at.update(version=2), "version were 2, here 1"),
+    "tensor": (lambda at: at.update(version=torch.ones(2)), r"version were tensor\(\[1"),
+    "more": (lambda at: at.update(order="row"), "order were 'row', here None"),
+    "of a bucket": (lambda at: at["buckets"][0].update(more=1), "more of bucket 0 were 1, here N"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("load", [fc.load_state_dict, nn.Module.load_state_dict])
+def test_a_layout_that_one_rank_has_wrong(load: Any, kind: str) -> None:
+    """What differs in the layout of one rank's raw shards is said on every rank."""
+    change, text = LAYOUTS[kind]
+
+    def run() -> None:
+        model = build()
+        state = dict(fc.state_dict(model, kind="local"))
+        (key,) = [key for key in state if key.endswith("_layout")]
+        state[key] = copy.deepcopy(state[key])
+        if dist.get_rank() == 1:
+            change(state[key])
+        load(model, state)
+
+    with pytest.raises(SimulationError) as caught:
+        simulate(run, 2)
+    for error in caught.value.errors.values():
+        assert re.search(rf"local state of unit 'Linear': {text}", str(error)), error
+    assert len(caught.value.errors) == 2
 
 
 def test_rank_0_has_no_dictionary() -> None:
