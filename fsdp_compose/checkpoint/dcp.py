@@ -59,6 +59,7 @@ from fsdp_compose.checkpoint.ranks import (
 from fsdp_compose.checkpoint.saving import Saving, start_saving
 from fsdp_compose.checkpoint.source import CheckpointSource
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
+from fsdp_compose.checkpoint.values import require_readable
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name, list_names
 from fsdp_compose.core.guards.compared_records import compare_records
@@ -167,6 +168,7 @@ def _collect_state(
 ) -> dict[str, Any]:
     """Collect what this rank saves: its own slices, and on the first rank what all ranks share."""
     model: Any = state_dict(module, "sharded")
+    require_readable("save_checkpoint", model)
     state: dict[str, Any] = {"model": dict(model)}
     if found is not None:
         state["optim"] = found.result

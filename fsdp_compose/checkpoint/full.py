@@ -42,7 +42,7 @@ from fsdp_compose.checkpoint.ranks import (
     groups_of,
 )
 from fsdp_compose.checkpoint.stages import Chosen, Stages, choose_stored, find_stages
-from fsdp_compose.checkpoint.values import Outline, whole_shape
+from fsdp_compose.checkpoint.values import Outline, require_readable, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
 from fsdp_compose.core.guards.compared_records import compare_records
@@ -178,6 +178,7 @@ def _outlines(
         kept = before.get(name, value.dtype)
         kind = dtype if dtype and kept.is_floating_point else kept
         outlines[name] = Outline(kind, tuple(whole_shape(value)))
+    require_readable("save_full", values)
     return outlines
 
 

@@ -201,7 +201,7 @@ class CheckpointSource:
             dtype: None for that of ``like``, or the saved one.
 
         Raises:
-            RuntimeError: the checkpoint does not hold all of it.
+            RuntimeError: the checkpoint does not hold all of it, or it is quantized.
         """
         if key in self._parts:
             self._joined.add(key)
@@ -213,7 +213,12 @@ class CheckpointSource:
             self._wanted[key] = None
             return
         check_whole(self.path, key, entry)
-        dtype = dtype or (entry.properties.dtype if like is None else like.dtype)
+        saved = entry.properties.dtype
+        if torch.empty(0, dtype=saved, device="meta").is_quantized:  # torch saved no scale
+            raise RuntimeError(
+                f"{self.path}: {key!r} is quantized; wanted its numbers, such as dequantize() gives"
+            )
+        dtype = dtype or (saved if like is None or like.is_quantized else like.dtype)
         if is_sharded(like) and whole_shape(like) == entry.size:
             spec = like._shard_spec
             local = torch.empty(spec.stop - spec.start, dtype=dtype, device="cpu")

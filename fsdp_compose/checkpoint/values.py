@@ -122,6 +122,18 @@ def describe_unreadable(value: Any) -> str | None:
     return None
 
 
+def require_readable(caller: str, values: Mapping[str, Any]) -> None:
+    """Raise where a module has values that no load could read again.
+
+    Raises:
+        ValueError: naming them.
+    """
+    found = ((name, describe_unreadable(value)) for name, value in values.items())
+    problems = [f"{name!r} {why}" for name, why in found if why is not None]
+    if problems:
+        raise ValueError(f"{caller}: the state cannot be saved:{list_problems(problems)}")
+
+
 def list_problems(problems: list[str]) -> str:
     """Write problems for a message, each on a line of its own; the first eight of them."""
     more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []

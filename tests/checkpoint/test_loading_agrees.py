@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fsdp_compose as fc
@@ -160,5 +162,46 @@ def test_optimizer_state_without_numbers(case: str, broadcast: bool) -> None:
             fc.load_optim_state_dict(model, optim, given, broadcast_from_rank0=broadcast)
         after = fc.optim_state_dict(model, optim)
         torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+    simulate_ranks(body)
+
+
+class Quantized(nn.Module):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("table", table)
+
+
+@pytest.mark.parametrize("save", [fc.save_checkpoint, fc.save_full])
+def test_saves_refuse_values_without_numbers(save: Any, tmp_path: Path) -> None:
+    """What no load could read is named when it is saved; what the folder held stays."""
+
+    def body(rank: int) -> None:
+        save(tmp_path, fc.fully_shard(Quantized(torch.ones(3)), init="as_is"))
+        before = sorted(path.name for path in tmp_path.iterdir())
+        for case in "quantized", "sparse":
+            change_value, text = UNREADABLE[case]
+            model = fc.fully_shard(Quantized(change_value(torch.ones(3))), init="as_is")
+            with pytest.raises(ValueError, match=rf"cannot be saved:\n  'table' {text}"):
+                save(tmp_path, model)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+    simulate_ranks(body)
+
+
+def test_quantized_buffers_and_files(tmp_path: Path) -> None:
+    """A quantized buffer takes the numbers of a file; a file of quantized values is refused."""
+
+    def body(rank: int) -> None:
+        plain = fc.fully_shard(Quantized(torch.ones(3)), init="as_is")
+        model = fc.fully_shard(Quantized(quantize(torch.zeros(3))), init="as_is")
+        fc.save_checkpoint(tmp_path / "plain", plain)
+        fc.load_checkpoint(tmp_path / "plain", model)
+        assert model.table.dequantize().tolist() == pytest.approx([1, 1, 1])
+        state = {"model": dict(Quantized(quantize(torch.ones(3))).state_dict())}
+        dcp.save(state, checkpoint_id=tmp_path / "quantized")
+        with pytest.raises(RuntimeError, match=r"'model\.table' is quantized; wanted its numbers"):
+            fc.load_checkpoint(tmp_path / "quantized", plain)
 
     simulate_ranks(body)
