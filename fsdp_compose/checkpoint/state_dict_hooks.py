@@ -295,7 +295,8 @@ def before_load(
         return  # an outer unit's hook has converted these values
     versions = getattr(state_dict, "_metadata", None)
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    matched, custom = _match_given(module, given, current, versions, assign)
+    outer = "" if given else prefix
+    matched, custom = _match_given(module, given, current, versions, assign, outer)
     if matched.local is not None:
         _raw_shards[module] = matched.local
     forget_records(iter_units(module))
@@ -313,11 +314,19 @@ def before_load(
 
 
 def _match_given(
-    module: nn.Module, given: dict[str, Any], current: dict[str, Any], versions: Any, assign: bool
+    module: nn.Module,
+    given: dict[str, Any],
+    current: dict[str, Any],
+    versions: Any,
+    assign: bool,
+    outer: str,
 ) -> tuple[Matched, bool]:
     """Match what is loaded with what the module has, alike on all ranks, or raise on all.
 
     The second is whether keys are the user's own, which only the user's code can read.
+
+    Args:
+        outer: where the module is in what is loaded, if no key that was given begins so.
     """
     groups = meet_in("load_state_dict", module)
     call = load_under_way()
@@ -326,6 +335,9 @@ def _match_given(
     matched = match(module, current, given, strict, changes_keys_on_load(module), versions)
     as_is = {k for k, v in current.items() if custom or (assign and not is_sharded(v))}
     written = {k: None if k in as_is else v for k, v in current.items()}
+    if outer and matched.problem is not None:
+        where = f"no key begins with {outer!r}, where this module is in what is loaded"
+        matched.problem = RuntimeError(f"{matched.problem}; {where}")
     matched.problem = matched.problem or find_unwritable(matched.values, written)
     raise_on_all(take_problem(matched, written), groups, matched.facts, "load_state_dict")
     return matched, custom

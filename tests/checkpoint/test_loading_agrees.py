@@ -166,6 +166,22 @@ def test_optimizer_state_without_numbers(case: str, broadcast: bool) -> None:
     simulate_ranks(body)
 
 
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_a_prefix_that_keys_lack_is_named(lacking: int) -> None:
+    """Keys of a module that another holds begin with its path, or every rank says how."""
+
+    def body(rank: int) -> None:
+        model = by_block(seeded(Normed))
+        state = dict(fc.state_dict(model))
+        if rank >= lacking:
+            state = {f"policy.{key}": value for key, value in state.items()}
+        told = r"missing keys: 'first\.weight'(?s:.*)no key begins with 'policy\.', where this"
+        with pytest.raises(RuntimeError, match=told):
+            nn.ModuleDict({"policy": model}).load_state_dict(state)
+
+    simulate_ranks(body)
+
+
 class Quantized(nn.Module):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
