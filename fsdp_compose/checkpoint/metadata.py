@@ -342,8 +342,10 @@ def verify(path: Path, metadata: Metadata, share: slice, contents: bool = True) 
             raise RuntimeError(f"{file}: missing; the checkpoint's metadata names it.")
         size, wanted = file.stat().st_size, sums.get(name)
         if size < ends[name] or (wanted is not None and size != wanted.bytes):
-            expected = wanted.bytes if wanted else f"{ends[name]} or more"
-            raise RuntimeError(f"{file}: truncated: {size} bytes, wanted {expected}.")
+            least = wanted.bytes if wanted else ends[name]
+            how = "truncated" if size < least else "damaged"
+            expected = least if wanted else f"{least} or more"
+            raise RuntimeError(f"{file}: {how}: {size} bytes, wanted {expected}.")
         if contents and wanted is not None and Sum.of(file) != wanted:
             raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
     return [name for name in names if name not in sums]

@@ -264,3 +264,20 @@ def test_a_module_that_reads_what_it_loads(tmp_path: Path) -> None:
         assert torch.equal(loaded[0].weight.full_tensor(), saved[0].weight.full_tensor())
 
     simulate(load, 2)
+
+
+@pytest.mark.parametrize("size", ["more", "less"])
+def test_a_file_of_another_size(tmp_path: Path, size: str) -> None:
+    """A file that grew, as one of another save does, is not called truncated."""
+    fc.save_checkpoint(tmp_path / "parts", build())
+    fc.save_full(tmp_path / "whole", build())
+    (parts,) = (tmp_path / "parts").glob("*/*.distcp")
+    (whole,) = (tmp_path / "whole").glob("*.safetensors")
+    for file in parts, whole:
+        data = file.read_bytes()
+        file.write_bytes(data + b"x" if size == "more" else data[:-1])
+    told = "damaged: .*" if size == "more" else "truncated: "
+    with pytest.raises(RuntimeError, match=rf"distcp: {told}\d+ bytes"):
+        fc.load_checkpoint(tmp_path / "parts", build())
+    with pytest.raises(RuntimeError, match=rf"safetensors: {told}\d+ bytes"):
+        fc.load_full(tmp_path / "whole", build())

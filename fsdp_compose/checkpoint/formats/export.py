@@ -158,9 +158,8 @@ class StoredTensors:
         for file in sorted(self.sums)[share]:
             found, wanted = Sum.of(file), self.sums[file]
             if all(found.bytes != known.bytes for known in wanted):
-                raise RuntimeError(
-                    f"{file}: truncated: {found.bytes} bytes, wanted {wanted[0].bytes}."
-                )
+                how = "truncated" if found.bytes < wanted[0].bytes else "damaged"
+                raise RuntimeError(f"{file}: {how}: {found.bytes} bytes, wanted {wanted[0].bytes}.")
             if found not in wanted:
                 raise RuntimeError(f"{file}: damaged: its checksum is not what was saved.")
 
