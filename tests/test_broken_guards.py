@@ -356,6 +356,10 @@ BREAKS: dict[str, tuple[Any, ...]] = {
         LEFT_OUT, "test_a_step_left_out_raises_on_every_rank",
         fc.ShardingStrategy.FULL_SHARD, torch.nn.Module.parameters,
     ),
+    "a step of one of two optimizers": (
+        answer(None, "_explain_counts", "core.guards.rank_differences"),
+        LEFT_OUT, "test_a_step_of_one_of_two_optimizers", torch.nn.Module.parameters, 0,
+    ),
     "guesses that were wrong": (
         answer("", "explain_unknown", "core.guards.rank_differences"),
         "core/guards/test_guard_logs.py", "test_a_guess_that_was_wrong_is_named", 0,

@@ -418,22 +418,21 @@ def log_of(engine: Engine, mesh: Mesh) -> Log | None:
         for other in [known for known in engine.logs if not all(map(is_alive, known))]:
             del engine.logs[other]
         log = engine.logs[key] = Log(
-            mesh.groups, engine.streams, partial(_list_frozen, weakref.ref(engine))
+            mesh.groups, engine.streams, partial(_list_entries, weakref.ref(engine))
         )
     return log
 
 
-def _list_frozen(engine_ref: weakref.ref[Engine], log: Log) -> list[tuple[str, str]]:
-    """(unit, parameter) of the frozen parameters of units whose collectives ``log`` notes."""
+def _list_entries(engine_ref: weakref.ref[Engine], log: Log) -> list[Entry]:
+    """The parameters of units whose collectives ``log`` notes."""
     engine = engine_ref()
     units = [] if engine is None else list(engine.units)
     return [
-        (unit.name, entry.spec.fqn)
+        entry
         for unit in units
         for bucket in unit.buckets
         if bucket.users.caller is log
         for entry in bucket.entries
-        if not entry.param.requires_grad
     ]
 
 

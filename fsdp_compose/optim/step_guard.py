@@ -27,13 +27,14 @@ from fsdp_compose.buckets.entries import entry_of, find_entry
 from fsdp_compose.buckets.gather import count_writes
 from fsdp_compose.core.guards.callers import count_calls
 from fsdp_compose.core.guards.collective_log import Log
-from fsdp_compose.core.guards.compared_steps import Begun, Settings
+from fsdp_compose.core.guards.compared_steps import Begun
 from fsdp_compose.core.guards.interrupts import clear_interrupted
+from fsdp_compose.core.guards.rank_differences import STEPS
 from fsdp_compose.core.guards.scope_parameters import end_rests, rest
 from fsdp_compose.core.guards.units import list_all_units, list_nested, list_opened
 from fsdp_compose.core.state import Engine, Unit, owner_of
 from fsdp_compose.optim.matrices import stands_for_matrix
-from fsdp_compose.optim.mirror import bucket_of, find_buckets
+from fsdp_compose.optim.mirror import bucket_of, find_buckets, source_of
 from fsdp_compose.optim.scaler import bring_scale
 from fsdp_compose.optim.slice_step import hook_slice_step, unhook_slice_step
 from fsdp_compose.optim.unaveraged_parameters import check_unaveraged
@@ -135,7 +136,7 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if log not in noted:
                 noted.add(log)
-                log.steps.settings[id(optimizer)] = take_settings(optimizer, log)
+                log.steps.take(optimizer, *take_settings(optimizer, log))
             if log.steps.parameter is None and ref in first:
                 spec = (entry_of(first[ref]) or bucket.entries[0]).spec
                 log.steps.parameter = spec.unit, spec.fqn
@@ -143,18 +144,24 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
             return
 
 
-def _list_names(params: Sequence[nn.Parameter]) -> list[tuple[str, str]]:
-    """(unit, parameter) of the sharded parameters among ``params``, or those that they lie over."""
-    found: list[tuple[str, str]] = []
-    for param in params:
-        bucket, entry = bucket_of(param), entry_of(param)
-        entries = [] if bucket is None else bucket.entries if entry is None else [entry]
-        found += [(e.spec.unit, e.spec.fqn) for e in entries]
-    return found
+def _list_entries(param: nn.Parameter) -> Sequence[Entry]:
+    """That of a sharded parameter, or those that a plain one lies over."""
+    bucket, source = bucket_of(param), source_of(param)
+    if bucket is None:
+        return []
+    ref = None if source is None else source.entry
+    entry = entry_of(param) if source is None else None if ref is None else ref()
+    return bucket.entries if entry is None else [entry]
 
 
-def take_settings(optimizer: torch.optim.Optimizer, log: Log) -> Settings:
-    """What the groups of an optimizer say now, for ranks to compare; no device is waited for.
+def _name(entry: Entry) -> tuple[str, str]:
+    return entry.spec.unit, entry.spec.fqn
+
+
+def take_settings(
+    optimizer: torch.optim.Optimizer, log: Log
+) -> tuple[int, Callable[[], dict[tuple[str, str], dict[str, str]] | None]]:
+    """What the groups of an optimizer say now, as ``Settings`` has it; no device is waited for.
 
     Of parameters that other ranks share than those of ``log``, as of experts, the groups alone.
     """
@@ -168,27 +175,35 @@ def take_settings(optimizer: torch.optim.Optimizer, log: Log) -> Settings:
     number = hash(frozenset([*values, *names]))
     ref = weakref.ref(optimizer)  # else this holds the weights if no step follows
 
-    def by_parameter() -> dict[tuple[str, str], dict[str, str]]:
+    def by_parameter() -> dict[tuple[str, str], dict[str, str]] | None:
         stepped = ref()
-        groups = [] if stepped is None else stepped.param_groups
+        if stepped is None:
+            return None
+        groups = stepped.param_groups
         return {
-            name: {k: repr(v) for k, v in numbers.items()} | _show_gradient(param, log, passed_over)
+            _name(entry): {k: repr(v) for k, v in numbers.items()}
+            | _show_gradient(param, entry, log, passed_over)
             for group, numbers in zip(groups, settings, strict=False)
             for param in group["params"]
-            for name in _list_names([param])
+            for entry in _list_entries(param)
         }
 
-    return Settings(number, by_parameter)
+    return number, by_parameter
 
 
 def _show_gradient(
-    param: nn.Parameter, log: Log, passed_over: Collection[tuple[str, str]]
+    param: nn.Parameter, entry: Entry, log: Log, passed_over: Collection[tuple[str, str]]
 ) -> dict[str, str]:
-    """Whether a sharded one was stepped with a gradient; nothing where no element of it is here."""
-    spec = spec_of(param) if is_sharded_parameter(param) and _is_of(param, log) else None
-    if spec is None or spec.start == spec.stop:
+    """Whether a parameter was stepped with a gradient, where an element of it is here.
+
+    A plain one over it is taken to have been stepped with one.
+    """
+    if not _is_of(param, log):
         return {}
-    return {"gradient": "None" if (spec.unit, spec.fqn) in passed_over else "a tensor"}
+    is_passed = _name(entry) in passed_over
+    is_shown = is_sharded_parameter(param) and entry.spec.start < entry.spec.stop
+    texts = {"gradient": "None" if is_passed else "a tensor"} if is_shown else {}
+    return texts if is_passed else {**texts, STEPS: ""}
 
 
 def _is_of(param: nn.Parameter, log: Log) -> bool:
@@ -203,7 +218,7 @@ def _list_without_gradient(optimizer: torch.optim.Optimizer, log: Log) -> list[t
         missing = list(compress(params, map(is_, map(get_grad, params), repeat(None))))
         trained = [p for p in missing if is_sharded_parameter(p) and requires_grad(p)]
         trained = [p for p in trained if _is_of(p, log)]
-    return _list_names(trained)
+    return [_name(entry) for param in trained for entry in _list_entries(param)]
 
 
 def _number_group(group: dict[str, Any]) -> int:

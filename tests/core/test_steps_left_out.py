@@ -177,6 +177,67 @@ def test_a_hook_that_raises_after_the_step(
     assert torch.equal(*found)
 
 
+def split(take: Callable[[nn.Module], Any], model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two optimizers over one model's parameters."""
+    params = list(take(model))
+    return [sgd(params[1:]), sgd(params[:1])]
+
+
+@pytest.mark.parametrize(
+    "take",
+    [nn.Module.parameters, fc.flat_parameters, fc.local_parameters],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_step_of_one_of_two_optimizers(take: Callable[[nn.Module], Any], steps: int) -> None:
+    """That one rank leaves out, or takes twice: all raise in the next step, or in a save."""
+    found = FOUND if not steps else r"on rank 1 than on rank.* 'first.weight' .* 2 times and 1, so"
+
+    def ranks(rank: int, saves: bool) -> None:
+        model = by_block(seeded(Tower))
+        optims = split(take, model)
+        train(model, optims, rank, 0)
+        train(model, optims[:1], rank, 1)
+        for _ in range(steps if rank == 1 else 1):
+            optims[1].step()
+        with pytest.raises(RuntimeError, match=found.replace(" 3", r" \d")):
+            fc.state_dict(model) if saves else train(model, optims, rank, 2)
+
+    for saves in (False, True):
+        simulate_ranks(ranks, 2, saves)
+
+
+def test_a_step_of_what_one_rank_alone_holds() -> None:
+    """The others have stepped it, if no element of it: on its own rank it is a step behind."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), granularity="tensor")
+        params = list(model.parameters())
+        optims = [sgd(params[::2]), sgd(params[1::2])]
+        train(model, optims, rank, 0)
+        train(model, optims, rank, 1, steps=False)
+        for optim in optims[: 2 - rank]:
+            optim.step()
+        with pytest.raises(RuntimeError, match="left out on rank 1 before step 3"):
+            train(model, optims, rank, 2)
+
+    simulate_ranks(ranks)
+
+
+def test_optimizers_that_are_gone_say_nothing() -> None:
+    """A rank does not know what one has stepped that it has deleted: it may have been all."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower), granularity="tensor")
+        mine = [p for p in model.parameters() if to_local(p).numel()]
+        for seed in range(3):
+            optims = [sgd(mine[:2]), sgd(mine[2:])] if rank else [sgd(mine)]
+            train(model, optims, rank, seed)
+            del optims[rank:]
+
+    simulate_ranks(ranks)
+
+
 def test_only_steps_that_differ_are_explained() -> None:
     """Ranks that ran other units besides are told of those, and not of a collective more."""
     text = explain_stepped(3, [(0, [ONE, DONE]), (4, [ONE]), (5, [ONE, DONE])])

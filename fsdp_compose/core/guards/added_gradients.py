@@ -27,8 +27,8 @@ def note_added(entries: Sequence[Entry], were_there: Sequence[bool]) -> None:
     log: Any = None if bucket is None else bucket.users.caller
     if bucket is None or log is None:
         return
-    before: Settings | None = log.steps.settings.get(id(bucket))
-    known = {} if before is None else before.by_parameter()
+    before: Settings | None = log.steps.added.get(id(bucket))
+    known = {} if before is None else before.by_parameter() or {}
     texts = dict(known)
     for entry, is_there in zip(entries, were_there, strict=True):
         spec = entry.spec
@@ -38,4 +38,4 @@ def note_added(entries: Sequence[Entry], were_there: Sequence[bool]) -> None:
     added = sorted(e.spec.fqn for e, is_there in zip(entries, were_there, strict=True) if is_there)
     number = zlib.crc32(f"{bucket.entries[0].spec.unit} {added}".encode())
     number += 0 if before is None else before.number
-    log.steps.settings[id(bucket)] = Settings(number, lambda: texts, is_of_step=False)
+    log.steps.added[id(bucket)] = Settings(number, lambda: texts)

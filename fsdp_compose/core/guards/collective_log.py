@@ -34,7 +34,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh
 from fsdp_compose.base.process import here
 from fsdp_compose.base.streams import Streams, is_capturing
-from fsdp_compose.buckets.bucket import Bucket
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.counts import end_epoch
 from fsdp_compose.comm.heads import answer_for
@@ -129,7 +129,7 @@ class Log:
 
     groups: tuple[Group, ...]
     streams: Streams
-    find_frozen: Callable[[Log], Frozen]
+    find_entries: Callable[[Log], list[Entry]]  # of the units whose collectives it notes
     units: int = 0  # made so far; gives units the same numbers on every rank
     step: int = 1
     passes: int = 0  # of inference, while ``is_stepwise``
@@ -262,8 +262,7 @@ class Log:
 
     def _compare(self, code: int) -> _Pending:
         """Send this rank's event and hash to all ranks of the groups."""
-        is_compared = code == _END and self.steps.are_compared
-        settings = [*self.steps.settings.values()] if is_compared else []
+        settings = self.steps.list_settings() if code == _END else []
         values = [code, self.hash, here.is_debugging + 2 * (self.doubts > 0), number_of(settings)]
         streams = self.streams
         if streams.device.type != "cpu" or not all(map(comm.is_point_to_point, self.groups)):
@@ -327,7 +326,8 @@ class Log:
         Raises:
             RuntimeError: a parameter was stepped in other ways; names it, the ranks and the ways.
         """
-        mine = self.groups[0].ranks[self.groups[0].rank], texts_of(comparison.settings)
+        texts = texts_of(comparison.settings, self.find_entries(self))
+        mine = self.groups[0].ranks[self.groups[0].rank], texts
         reports = gather_in_turn(mine, self.groups, RUNNING)
         reports.sort(key=lambda found: found[0])
         if text := (
@@ -431,7 +431,9 @@ class Log:
 
     def _exchange(self, groups: Sequence[Group], events: list[Event]) -> list[Report]:
         """What each rank of ``groups`` has done, by rank."""
-        mine = groups[0].ranks[groups[0].rank], events, sorted(self.find_frozen(self))
+        found = self.find_entries(self)
+        frozen = {(e.spec.unit, e.spec.fqn) for e in found if not e.param.requires_grad}
+        mine = groups[0].ranks[groups[0].rank], events, sorted(frozen)
         return sorted(gather_in_turn(mine, groups, RUNNING), key=lambda report: report[0])
 
     def ask_who_reduces(self, unit: str) -> None:

@@ -72,14 +72,15 @@ def _find_difference(log: Log, has_others: bool, call: str) -> tuple[str | None,
     events = steps.list_writes()
     if steps.parameter is not None:
         events.append((code_of(STEPPED), STEPPED, *steps.parameter))
-    settings = [*steps.settings.values()] if steps.are_compared else []
+    settings = steps.list_settings()
     reports = _gather(log, (mine, events, number_of(settings), has_others), call)
     done = [(rank, events) for rank, events, _, _ in reports]
     text = None
     if len({tuple(number for number, *_ in events) for _, events in done}) > 1:
         text = explain_stepped(log.step, done) or explain_difference(log.step, done)
     elif len({number for _, _, number, _ in reports}) > 1:
-        text = explain_settings(log.step, _gather(log, (mine, texts_of(settings)), call))
+        texts = texts_of(settings, log.find_entries(log))
+        text = explain_settings(log.step, _gather(log, (mine, texts), call))
     return text, any(found for *_, found in reports)
 
 

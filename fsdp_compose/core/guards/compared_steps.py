@@ -6,13 +6,14 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.optim import Optimizer
 
 from fsdp_compose.base.torch_stack import is_stepping
-from fsdp_compose.buckets.bucket import Bucket
+from fsdp_compose.buckets.bucket import Bucket, Entry
 from fsdp_compose.buckets.gather import count_writes
-from fsdp_compose.core.guards.rank_differences import CHANGE, Event
+from fsdp_compose.core.guards.rank_differences import CHANGE, STEPS, Event
 from fsdp_compose.sharded import Writes
 from fsdp_compose.sharded.writes import GRADIENT
 
@@ -24,9 +25,9 @@ class Settings:
     """What an optimizer stepped with, as its groups have it: learning rates and the like."""
 
     number: int  # a hash of the settings
-    by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]]]
-    """The settings as texts, by (unit, parameter) and name."""
-    is_of_step: bool = True  # not of what a backward adds to
+    by_parameter: Callable[[], dict[tuple[str, str], dict[str, str]] | None]
+    """The settings as texts, by (unit, parameter) and name; None where the optimizer is gone."""
+    steps: int = 0  # of the optimizer since the ranks last compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +56,33 @@ class Begun:
 
 def number_of(settings: Sequence[Settings]) -> int:
     """A hash of several settings, in whatever order they came; 0 where there are none."""
-    return hash(tuple(sorted([one.number for one in settings]))) & _MASK if settings else 0
+    numbers = sorted([one.number + one.steps for one in settings])
+    return hash(tuple(numbers)) & _MASK if settings else 0
 
 
-def texts_of(settings: Iterable[Settings]) -> dict[tuple[str, str], dict[str, str]]:
-    """The texts of several settings, by (unit, parameter) and name."""
+def texts_of(
+    settings: Iterable[Settings], entries: Iterable[Entry]
+) -> dict[tuple[str, str], dict[str, str]]:
+    """The texts of several settings, by (unit, parameter) and name, with how often each stepped.
+
+    Args:
+        entries: those of which this rank may hold elements that no step has reached.
+    """
     found: dict[tuple[str, str], dict[str, str]] = {}
+    is_known = True
     for one in settings:
-        for place, texts in one.by_parameter().items():
-            found[place] = found.get(place, {}) | texts
+        report = one.by_parameter()
+        is_known &= report is not None
+        for place, texts in (report or {}).items():
+            before = found.get(place, {})
+            found[place] = before | texts
+            if STEPS in texts:
+                found[place][STEPS] = str(int(before.get(STEPS, 0)) + one.steps)
+    if not is_known:  # which parameters have been stepped
+        return {place: {**texts, STEPS: ""} for place, texts in found.items()}
+    for entry in entries:
+        if entry.param.requires_grad and entry.spec.start < entry.spec.stop:
+            found.setdefault((entry.spec.unit, entry.spec.fqn), {STEPS: "0"})
     return found
 
 
@@ -72,7 +91,8 @@ class Steps:
     """The steps of optimizers, and what else was written into parameters and gradients."""
 
     parameter: tuple[str, str] | None = None  # (unit, parameter) that one has stepped, if any
-    settings: dict[int, Settings] = field(default_factory=dict)  # by optimizer's or bucket's id
+    taken: dict[weakref.ref[Optimizer], Settings] = field(default_factory=dict)
+    added: dict[int, Settings] = field(default_factory=dict)  # by a backward, to a bucket's id
     are_compared: bool = True  # their settings: not where ranks gave optimizers other parameters
     writes: Writes = field(default_factory=Writes)  # outside of those steps
     noted: Writes = field(default_factory=Writes)  # those that are events of the step under way
@@ -81,10 +101,21 @@ class Steps:
 
     def forget(self) -> None:
         """Forget the steps and writes that the ranks have compared; not what was written since."""
-        self.parameter, self.settings, self.writes.are_noted = None, {}, True
+        self.parameter, self.writes.are_noted = None, True
+        self.taken, self.added = {}, {}
         self.noted.found.clear()
         if self.begun is not None and not self.begun.is_under_way:
             self.begun = None
+
+    def list_settings(self) -> list[Settings]:
+        """What is to be compared of steps, and of gradients that backwards add to."""
+        return [*self.taken.values(), *self.added.values()] if self.are_compared else []
+
+    def take(self, optimizer: Optimizer, number: int, by_parameter: Callable[[], Any]) -> None:
+        """A step has ended, with settings as ``Settings`` has them."""
+        ref = weakref.ref(optimizer)
+        before = self.taken.get(ref)
+        self.taken[ref] = Settings(number, by_parameter, 1 + (before.steps if before else 0))
 
     def begin(self, step: Begun) -> None:
         """A step begins, which may be inside another one's."""
@@ -135,7 +166,7 @@ class Steps:
 
         What was done to gradients is forgotten: they are cleared, or are those of before the step.
         """
-        self.settings = {key: one for key, one in self.settings.items() if one.is_of_step}
+        self.added = {}
         self.writes.are_noted = True
         _add(self.writes, self.noted)
         self.noted.found.clear()

@@ -102,9 +102,16 @@ def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> st
     if not last or not without or len(rest) > 1:
         return None
     _, _, unit, name = next(iter(last.values()))
+    return _explain_left_out(step, without, (unit, name), list(last))
+
+
+def _explain_left_out(
+    step: int, without: Sequence[int], place: tuple[str, str], stepped: Sequence[int]
+) -> str:
+    unit, name = place
     return (
         f"optimizer.step() was left out on {_name(without)} before step {step}: parameter {name!r} "
-        f"of unit {unit!r}, perhaps among others, was stepped on {_name(list(last))} alone, so the "
+        f"of unit {unit!r}, perhaps among others, was stepped on {_name(stepped)} alone, so the "
         "ranks hold parts of different weights. Load a checkpoint on every rank, and step alike on "
         "every rank: after as many backwards, for which ranks without data left call "
         "fsdp_compose.participate(model); with fsdp_compose.skippable_step(model) all discard what "
@@ -112,6 +119,10 @@ def explain_stepped(step: int, reports: Sequence[tuple[int, list[Event]]]) -> st
     )
 
 
+STEPS = "steps"
+"""How often optimizers have stepped a parameter, among its settings.
+
+"0" where a rank holds elements of it, and none has; nothing where it had no gradient."""
 ADDED = "additions to its gradient"
 """How often a backward added to it, among the settings of a parameter; "" says nothing."""
 
@@ -146,23 +157,26 @@ def explain_added(
 def have_same_parameters(reports: Sequence[tuple[int, Mapping[Any, Mapping[str, str]]]]) -> bool:
     """Whether ranks that added to gradients, as they may, have stepped the same parameters."""
     adds = any(ADDED in texts for _, found in reports for texts in found.values())
-    stepped = [{p for p, texts in found.items() if texts.keys() - {ADDED}} for _, found in reports]
+    others = {ADDED, STEPS}
+    stepped = [{p for p, texts in found.items() if texts.keys() - others} for _, found in reports]
     return adds and all(places == stepped[0] for places in stepped)
 
 
 def explain_settings(
     step: int, reports: Sequence[tuple[int, Mapping[tuple[str, str], Mapping[str, str]]]]
 ) -> str | None:
-    """Say which parameter ranks stepped with other settings; None where they did not.
+    """Say which parameter ranks stepped with other settings, or how often; None where they did not.
 
     Args:
         reports: (rank, texts of settings by (unit, parameter) and name), by rank.
     """
+    if text := _explain_counts(step, reports):
+        return text
     found: dict[tuple[tuple[str, str], str], dict[str, list[int]]] = {}
     for rank, settings in reports:
         for place, texts in settings.items():
             for name, text in texts.items():
-                if name == ADDED:
+                if name in (ADDED, STEPS):
                     continue
                 found.setdefault((place, name), {}).setdefault(text, []).append(rank)
     differing = [(place, name) for (place, name), ways in found.items() if len(ways) > 1]
@@ -181,6 +195,36 @@ def explain_settings(
         "model.parameters(), not a rank's part of them (owner_step, local_parameters, "
         "flat_parameters); clear a gradient (p.grad = None) on every rank or on none. Then load a "
         "checkpoint on every rank."
+    )
+
+
+def _explain_counts(
+    step: int, reports: Sequence[tuple[int, Mapping[tuple[str, str], Mapping[str, str]]]]
+) -> str | None:
+    """Say which parameter was stepped on some ranks more often than on others."""
+    counts: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for rank, settings in reports:
+        for place, texts in settings.items():
+            if texts.get(STEPS):
+                counts.setdefault(place, {}).setdefault(int(texts[STEPS]), []).append(rank)
+    for place, found in counts.items():
+        if len(found) > 1:
+            return _explain_count(step, place, found)
+    return None
+
+
+def _explain_count(step: int, place: tuple[str, str], found: Mapping[int, list[int]]) -> str:
+    """Say on which ranks a parameter was stepped how often; ranks by that number."""
+    least, most = min(found), max(found)
+    if not least:
+        stepped = sorted(rank for count, ranks in found.items() if count for rank in ranks)
+        return _explain_left_out(step, found[0], place, stepped)
+    return (
+        f"optimizer.step() was called more often on {_name(found[most])} than on "
+        f"{_name(found[least])} before step {step}: parameter {place[1]!r} of unit {place[0]!r}, "
+        f"perhaps among others, was stepped {most} times and {least}, so the ranks hold parts of "
+        "different weights. Load a checkpoint on every rank, and step as often on every rank, also "
+        "where an error is caught and the step is called again."
     )
 
 

@@ -50,13 +50,16 @@ def group(*ranks: int, rank: int = 0) -> Group:
 
 
 def log_over(*groups: Group, frozen: Sequence[tuple[str, str]] = ()) -> Log:
-    return Log(groups, make_streams(torch.device("cpu")), lambda log: list(frozen))
+    param = SimpleNamespace(requires_grad=False)
+    specs = [SimpleNamespace(unit=unit, fqn=name) for unit, name in frozen]
+    entries: list[Any] = [SimpleNamespace(spec=spec, param=param) for spec in specs]
+    return Log(groups, make_streams(torch.device("cpu")), lambda log: entries)
 
 
 def log_like(model: nn.Module) -> Log:
     """A new log over the groups of the model's units."""
     (log,) = units(model)[0].links.logs
-    return Log(log.groups, log.streams, log.find_frozen)
+    return Log(log.groups, log.streams, log.find_entries)
 
 
 def compared(*largest: int, smallest: Sequence[int]) -> Any:
