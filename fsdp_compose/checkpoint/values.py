@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import as_bytes
 from fsdp_compose.comm import collectives as comm
-from fsdp_compose.comm.messages import broadcast_object, raise_on_all, to_bytes
+from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.sharded import (
     ShardSpec,
     gather_part,
@@ -196,20 +197,11 @@ def broadcast_state(
     if not groups:
         return _with_versions(dict(state), versions)
     first = all(group.rank == 0 for group in groups)
-    problem: Exception | None = None
-    if first and not isinstance(state, Mapping):
-        problem = TypeError(f"broadcast_from_rank0: rank 0 has a {type(state).__name__}")
-    elif first and (
-        sliced := [k for k, v in state.items() if is_sharded(v) or isinstance(v, DTensor)]
-    ):
-        problem = TypeError(
-            f"broadcast_from_rank0: rank 0's {sliced[0]!r} is a slice; wanted full tensors."
-        )
-    elif first:
-        problem = _find_unreadable(state)
-    call = f"{caller}(broadcast_from_rank0=True)"
-    raise_on_all(problem, groups, what=call)
-    told = (_outline(state), versions) if first else None
+    call, told = f"{caller}(broadcast_from_rank0=True)", None
+    with SharedErrors(*groups, what=call):
+        if first:
+            _check_whole(state)
+            told = _outline(state), versions
     outline, versions = broadcast_object(told, groups, call)
     result: dict[str, Any] = {}
     for name, value in outline.items():
@@ -239,11 +231,26 @@ def _with_versions(values: dict[str, Any], versions: Any) -> dict[str, Any]:
     return result
 
 
-def _find_unreadable(state: Mapping[str, Any]) -> Exception | None:
-    found = ((name, describe_unreadable(value)) for name, value in state.items())
-    name, why = next(((name, why) for name, why in found if why is not None), ("", None))
-    shown = " ".join(name.split("\0"))  # of optimizer state, the parameter and the key
-    return None if why is None else TypeError(f"broadcast_from_rank0: rank 0's {shown!r} {why}.")
+def _check_whole(state: Any) -> None:
+    """Raise unless it is a dictionary of values that other ranks can be sent, and cut."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"broadcast_from_rank0: rank 0 has a {type(state).__name__}")
+    for name, value in state.items():
+        is_slice = is_sharded(value) or isinstance(value, DTensor)
+        why = "is a slice; wanted full tensors" if is_slice else describe_unreadable(value)
+        if why is None and not isinstance(value, Tensor):
+            why = _describe_unpicklable(value)
+        if why is not None:
+            shown = " ".join(name.split("\0"))  # of optimizer state, the parameter and the key
+            raise TypeError(f"broadcast_from_rank0: rank 0's {shown!r} {why}.")
+
+
+def _describe_unpicklable(value: object) -> str | None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return f"does not pickle ({type(error).__name__}: {error}), so other ranks get none of it"
+    return None
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:

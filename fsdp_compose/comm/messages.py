@@ -129,13 +129,14 @@ def gather_objects(value: Any, group: Group, what: str = "") -> list[Any]:
 
     Raises:
         CallsDiffer: other ranks call something else.
+        TypeError: on every rank, where the value of one does not pickle.
     """
     if group.pg is None or group.backend == "fake":
         return [value] * group.size
     call = what or group.purpose
     assert call, "ranks that meet must say in which call"
     here.traffic.control += 1
-    mine = pickle.dumps((call, pickle.dumps(value)))
+    mine = pickle.dumps((call, *_pickle(value)))
     purpose = f"compare notes in {call}"
     if is_point_to_point(group):
         others = [r for r in range(group.size) if r != group.rank]
@@ -146,9 +147,23 @@ def gather_objects(value: Any, group: Group, what: str = "") -> list[Any]:
     else:
         found = _all_gather_bytes(mine, group, purpose)
     found[group.rank] = mine
-    sent = [pickle.loads(found[r]) for r in range(group.size)]
-    _compare_calls([call for call, _ in sent], group.ranks)
-    return [pickle.loads(data) for _, data in sent]
+    calls, values, errors = zip(*[pickle.loads(found[r]) for r in range(group.size)], strict=True)
+    _compare_calls(calls, group.ranks)
+    if (problem := first_error(zip(group.ranks, errors, strict=True))) is not None:
+        problem.__dict__[ON_ALL_RANKS] = True
+        raise problem
+    return list(map(pickle.loads, values))
+
+
+def _pickle(value: Any) -> tuple[bytes, ErrorReport]:
+    """The bytes of ``value``, and why it has none."""
+    try:
+        return pickle.dumps(value), None
+    except Exception as error:
+        text = (
+            f"a value that other ranks are sent does not pickle ({type(error).__name__}: {error})"
+        )
+        return b"", ("TypeError", text)
 
 
 def gather_in_turn(value: Any, groups: Iterable[Group], what: str) -> list[Any]:

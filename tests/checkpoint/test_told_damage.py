@@ -189,6 +189,40 @@ def test_rank_0_has_no_dictionary() -> None:
     assert errors == [told, f"{told} (found on rank 0)"]
 
 
+class Unread(dict[str, Any]):
+    """A dictionary whose values cannot be listed."""
+
+    def items(self) -> Any:
+        raise KeyError("weight")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda state: {**state, "more": lambda: 1}, r"rank 0's 'more' does not pickle \(Attr"),
+        (Unread, "weight"),
+    ],
+    ids=["lambda", "unread"],
+)
+def test_what_rank_0_cannot_send(spoil: Any, text: str) -> None:
+    """All ranks hear of it, and none waits for a value that never comes."""
+
+    def load() -> None:
+        model = build()
+        state = dict(fc.state_dict(model))
+        with pytest.raises((TypeError, RuntimeError, KeyError), match=text):
+            fc.load_state_dict(model, spoil(state), broadcast_from_rank0=True)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        groups = fc.optim_state_dict(model, optim)
+        groups["param_groups"][0]["rate"] = lambda step: 1.0
+        told = r"a value that other ranks are sent does not pickle \(Attr"
+        with pytest.raises(TypeError, match=told):
+            fc.load_optim_state_dict(model, optim, groups, broadcast_from_rank0=True)
+        fc.load_state_dict(model, state, broadcast_from_rank0=True)
+
+    simulate(load, 2)
+
+
 def test_groups_by_number_that_differ() -> None:
     model = build()
     optim = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
