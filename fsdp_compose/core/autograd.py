@@ -50,7 +50,7 @@ from fsdp_compose.core.guards.gathered_memory import any_lies_in
 from fsdp_compose.core.guards.inner_parts import join_kept
 from fsdp_compose.core.guards.microbatches import refuse_early_gradients
 from fsdp_compose.core.guards.parted_gradients import brings_more, is_awaited
-from fsdp_compose.core.guards.passed_units import keep_parts, release_passed
+from fsdp_compose.core.guards.passed_units import keep_parts
 from fsdp_compose.core.guards.trained_entries import leave_out_frozen, trained_entries
 from fsdp_compose.core.guards.unread_weights import reads_weights
 from fsdp_compose.core.guards.used_parameters import unite_used
@@ -107,8 +107,6 @@ def _take(unit: Unit, task: Task, trained: tuple[int, ...], grads: Tensors, node
         schedule.work.finish_reductions()
         keep_parts(outer, unit, parts)
         return
-    if task.unasked and node is not None:
-        release_passed(task)
     if task.kept:
         parts = [join_kept(task, part) for part in parts]
     ends_backward = node is not None and node.ends_pass

@@ -22,7 +22,7 @@ def keep(task: Task, part: Arrival) -> bool:
     """
     bucket, before = part.bucket, task.kept.pop(part.bucket, None)
     work = unit_of(bucket).engine.schedule.work
-    if work.is_complete(Arrival(bucket)) and not bucket.arriving.packed:
+    if work.is_complete(Arrival(bucket)):
         joined = part if before is None else _join(before, part)
         if joined is not None:
             task.kept[bucket] = joined

@@ -33,6 +33,7 @@ class Part(nn.Module):
         self.way = way
         self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
         self.mid, self.down = nn.Linear(2 * WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(3))
 
     def hidden(self, x: Tensor) -> Tensor:
         return torch.tanh(self.mid(self.up(self.norm(x))))
@@ -54,6 +55,7 @@ WAYS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "not the first": lambda part, x: x + part.down(again(part.mid, part.up(part.norm(x)))),
     "not the last": lambda part, x: x + part.down(again(part.hidden, x)),
     "one inside another": lambda part, x: again(partial(nest, part), x),
+    "inside and outside": lambda part, x: x + part.down(again(part.mid, part.mid(part.up(x)))),
     "the same twice": lambda part, x: x + part.down(again(part.mid, again(part.mid, part.up(x)))),
     "none": lambda part, x: part.inside(x),
 }  # fmt: skip
@@ -236,6 +238,26 @@ def test_a_failure_between_parts_leaves_nothing() -> None:
         handle.remove()
         model.zero_grad()
         assert train(model, plain, rank) == [4, 4]
+
+    simulate_ranks(program)
+
+
+def test_units_with_nothing_older_than_they_are() -> None:
+    """What their checkpoints bring is reduced as the whole backward ends."""
+
+    def program(rank: int) -> None:
+        for way in WAYS:
+            torch.manual_seed(0)
+            model, plain = Part(way), Part(way)
+            plain.load_state_dict(model.state_dict())
+            fc.fully_shard(model)
+            for side in (model, plain):
+                side(torch.ones(2, WIDTH, requires_grad=True)).square().mean().backward()
+            with cell(way):
+                torch.testing.assert_close(
+                    model.mid.weight.grad.full_tensor(), plain.mid.weight.grad
+                )
+                assert not any(unit.holds for unit in units_of(model))
 
     simulate_ranks(program)
 
