@@ -63,7 +63,6 @@ def pack_kept(task: Task) -> None:
     for bucket, part in task.kept.items():
         unit_of(bucket).engine.schedule.work.pack(part)
         task.packed.append(bucket)
-    task.kept.clear()
 
 
 def list_packed(task: Task, unit: Unit) -> list[Arrival]:

@@ -57,6 +57,7 @@ WAYS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "one inside another": lambda part, x: again(partial(nest, part), x),
     "inside and outside": lambda part, x: x + part.down(again(part.mid, part.mid(part.up(x)))),
     "the same twice": lambda part, x: x + part.down(again(part.mid, again(part.mid, part.up(x)))),
+    "all twice": lambda part, x: again(part.inside, again(part.inside, x)),
     "none": lambda part, x: part.inside(x),
 }  # fmt: skip
 
