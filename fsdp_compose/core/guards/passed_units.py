@@ -47,10 +47,11 @@ def _expect_to_pass(task: Task, unit: Unit, gather: Any) -> None:
         return  # it was read in a recomputation since
 
     @untraced
-    def before_node(grads: object) -> None:
+    def before_node(grads: Sequence[torch.Tensor | None]) -> None:
         running, left = task_ref(), unit_ref()
-        if running is not None and left is not None and left.run.task is running:
-            release_passed(running)
+        devices = [grad.device for grad in grads if grad is not None]
+        if devices and running is not None and left is not None and left.run.task is running:
+            release_passed(running, devices[0])
 
     task.unasked[unit] = made_at(gather)
     # The first that backward reaches is the outermost, whose inputs are the model's.
@@ -65,19 +66,19 @@ def _expect_to_pass(task: Task, unit: Unit, gather: Any) -> None:
                 pending += [source for source, _ in node.next_functions]
 
 
-def release_passed(task: Task, device: torch.device | None = None) -> None:
+def release_passed(task: Task, device: torch.device) -> None:
     """Close the units of ``task.unasked`` that are newer than the node that runs.
 
     What backwards inside ``task`` brought them is reduced, unless more of it is to come.
 
     Args:
-        device: where the node runs; None: on that of the units.
+        device: where the node runs; autograd may be behind on others.
     """
     now = made_at(running_node())
     for unit, made in list(task.unasked.items()):
         if unit.run.task is not task:
             del task.unasked[unit]
-        elif device in (None, unit.gathered[0].full.device) and now < min(
+        elif device == unit.gathered[0].full.device and now < min(
             [made, *map(made_at, tuple(unit.graphs.nodes))]
         ):
             del task.unasked[unit]
