@@ -41,6 +41,7 @@ from fsdp_compose.checkpoint.ranks import (
 from fsdp_compose.checkpoint.values import (
     broadcast_state,
     describe_unreadable,
+    find_unnamed,
     find_unwritable,
     fit,
     gather_whole,
@@ -350,6 +351,8 @@ def match(
         kind = type(incoming).__name__
         wrong = TypeError(f"load_state_dict: got a {kind}; wanted a dictionary by FQN.")
         return Matched({}, [], [], wrong)
+    if (other := find_unnamed(incoming)) is not None:
+        return Matched({}, [], [], TypeError(f"load_state_dict: {other}"))
     clean = name_cleaner(module)
     try:
         given = clean_keys(incoming, module)

@@ -123,6 +123,14 @@ def describe_unreadable(value: Any) -> str | None:
     return None
 
 
+def find_unnamed(values: Mapping[Any, Any]) -> str | None:
+    """Say which key is no name; None where all are."""
+    for key in values:
+        if not isinstance(key, str):
+            return f"key {key!r:.80} is a {type(key).__name__}; wanted FQNs, which are strings."
+    return None
+
+
 def require_readable(caller: str, values: Mapping[str, Any]) -> None:
     """Raise where a module has values that no load could read again.
 
@@ -235,6 +243,8 @@ def _check_whole(state: Any) -> None:
     """Raise unless it is a dictionary of values that other ranks can be sent, and cut."""
     if not isinstance(state, Mapping):
         raise TypeError(f"broadcast_from_rank0: rank 0 has a {type(state).__name__}")
+    if (other := find_unnamed(state)) is not None:
+        raise TypeError(f"broadcast_from_rank0: rank 0's {other}")
     for name, value in state.items():
         is_slice = is_sharded(value) or isinstance(value, DTensor)
         why = "is a slice; wanted full tensors" if is_slice else describe_unreadable(value)

@@ -128,6 +128,9 @@ def test_what_state_dicts_refuse() -> None:
             fc.load_state_dict(model, {**state, "weight": value})
     with pytest.raises(TypeError, match="got a list; wanted a dictionary by FQN"):
         fc.load_state_dict(model, [])  # type: ignore[arg-type]
+    for broadcast in (False, True):
+        with pytest.raises(TypeError, match="key 3 is a int; wanted FQNs, which are strings"):
+            fc.load_state_dict(model, {**state, 3: None}, broadcast_from_rank0=broadcast)
 
 
 def test_local_state_that_was_changed() -> None:
