@@ -53,6 +53,18 @@ def is_saved_folder(name: str) -> bool:
     return _SAVED_FOLDER.fullmatch(name) is not None
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where they are not there.
+
+    Raises:
+        OSError: it cannot be made, as below a link to a place that is gone, which is named.
+    """
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            raise FileNotFoundError(f"{place} is a link to {place.readlink()}, which is not there")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sum:
     """The size and the checksum that a file must have."""
@@ -112,7 +124,7 @@ class CommittingWriter(FileSystemWriter):
         return self.root / f"{FOLDER}{self.token}"
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -123,7 +135,7 @@ class CommittingWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:

@@ -28,7 +28,7 @@ from fsdp_compose.checkpoint.contents import (
     require_released,
     visit_values,
 )
-from fsdp_compose.checkpoint.files import Sum, sync_file
+from fsdp_compose.checkpoint.files import Sum, make_folder, sync_file
 from fsdp_compose.checkpoint.formats.export import Export, find_stored
 from fsdp_compose.checkpoint.formats.format import Format, PlannedFile, Put, Stored, plan_files
 from fsdp_compose.checkpoint.formats.safetensors import SAFETENSORS
@@ -129,7 +129,7 @@ def _save(
     with SharedErrors(group):
         files = plan_files(stages.gather(outlines), max_bytes, file_format)
         with _saving(root):
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
     token = broadcast_object(uuid.uuid4().hex[:8], [group])
     export = Export(root, file_format, [file for part in files for file in part], token)
     writer = _Writer(export, files[stages.mine], stages)

@@ -318,3 +318,13 @@ def test_a_file_of_another_size(tmp_path: Path, size: str) -> None:
         fc.load_checkpoint(tmp_path / "parts", build())
     with pytest.raises(RuntimeError, match=rf"safetensors: {told}\d+ bytes"):
         fc.load_full(tmp_path / "whole", build())
+
+
+@pytest.mark.parametrize("save", [fc.save_checkpoint, fc.save_full])
+def test_a_link_to_a_place_that_is_gone(tmp_path: Path, save: Any) -> None:
+    """Is named, and so is the place; where the folder is below the link, too."""
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "gone")
+    for path in (link, link / "step"):
+        with pytest.raises(RuntimeError, match=r"latest is a link to .*gone, which is not there"):
+            save(path, build())
