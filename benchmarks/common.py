@@ -84,6 +84,14 @@ def interleave(
     return figures
 
 
+def ratio_by_round(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> float:
+    """The median over rounds of the first figure of one side over that of another.
+
+    A processor that changes its speed in the middle of a run changes no such ratio.
+    """
+    return statistics.median(a[0] / b[0] for a, b in zip(above, below, strict=True))
+
+
 @contextlib.contextmanager
 def without_torch_warnings() -> Iterator[None]:
     """Silence what torch says about its own deprecated parts; warnings of others still show."""

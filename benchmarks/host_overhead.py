@@ -191,6 +191,7 @@ def optimizer_cost(
 ) -> tuple[str, dict[str, dict[str, Spread]]]:
     """ms of one AdamW step over every side's shards, for three ways to run AdamW."""
     results: dict[str, dict[str, Spread]] = {}
+    ratios: dict[tuple[str, str], str] = {}
     for kind, settings in OPTIMIZERS.items():
         calls = {}
         for name, parameters in lists.items():
@@ -205,6 +206,8 @@ def optimizer_cost(
         )
         for name, samples in figures.items():
             results.setdefault(name, {})[kind] = Spread.of([us[0] / 1e3 for us in samples])
+            if "FSDP2" in figures:
+                ratios[name, kind] = f"{common.ratio_by_round(figures['FSDP2'], samples):.2f}"
     body = []
     for name, parameters in lists.items():
         row = [name, str(len(parameters)), str(updated(parameters))]
@@ -213,9 +216,8 @@ def optimizer_cost(
             if cost is None:
                 row += ["cannot run", ""]
                 continue
-            fsdp2 = results.get("FSDP2", {}).get(kind)
             row.append(f"{cost.median:.2f} ({cost.low:.2f}–{cost.high:.2f})")
-            row.append("" if fsdp2 is None else f"{fsdp2.median / cost.median:.2f}")
+            row.append(ratios.get((name, kind), ""))
         body.append(row)
     headers = ["parameters given to AdamW", "tensors", "elements"]
     for kind in OPTIMIZERS:
@@ -251,9 +253,11 @@ def clip_cost(
         options.rounds,
     )
     costs = {name: Spread.of([us[0] / 1e3 for us in samples]) for name, samples in figures.items()}
-    reference = costs.get("FSDP2, torch.nn.utils.clip_grad_norm_")
+    reference = figures.get("FSDP2, torch.nn.utils.clip_grad_norm_")
     body = [
-        [name, *cost.cells(2), f"{reference.median / cost.median:.2f}" if reference else ""]
+        [name, *cost.cells(2), f"{common.ratio_by_round(reference, figures[name]):.2f}"]
+        if reference
+        else [name, *cost.cells(2), ""]
         for name, cost in costs.items()
     ]
     return common.table(["clipping", "ms", "min–max", "FSDP2 ÷ side"], body), costs
@@ -327,7 +331,8 @@ def how_measured(options: argparse.Namespace) -> str:
     """What the figures of the chosen parts are."""
     timed = (
         f"median over {options.rounds} interleaved rounds of {options.steps} steps per side, with "
-        "the smallest and largest round. CPU time of one thread."
+        "the smallest and largest round; of optimizers and clipping, ratios are medians of those "
+        "in each round. CPU time of one thread."
     )
     counted = f"instructions of one step after {instructions.WARM_UPS} others."
     found = [timed] if set(TIMED) & set(options.parts) else []
