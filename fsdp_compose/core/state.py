@@ -318,7 +318,7 @@ class Task:
     keeps_graph: bool  # its graph can be run again (retain_graph)
     callback: weakref.ref[Any] | None = None
     units: list[Unit] = field(default_factory=list)  # that it opened
-    open: dict[Unit, Any] = field(default_factory=dict)  # units in backward, and where it began
+    open: dict[Unit, Any] = field(default_factory=dict)  # units in backward, by where it began
     asks_all: bool = False  # it has no ``inputs=``: every ``Gather`` in its graph will run
     unasked: dict[Unit, int] = field(default_factory=dict)
     """Units whose ``Gather`` it may not run, and when that was made."""

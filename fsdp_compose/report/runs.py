@@ -25,7 +25,7 @@ class Recording:
     Attributes:
         calls: in forward, as they begin.
         turns: what backward reached, and whose forwards it ran again; None where one inside ended.
-            Each with the backward that it was in.
+            Each comes with the number of the backward that it was in.
         tasks: backwards that have reached a module, the outermost first.
     """
 

@@ -1,8 +1,8 @@
-"""Gradients that backwards inside another bring a unit wait until that one is past the unit.
+"""What a backward inside another brings a unit waits until the outer one is past the unit.
 
-So reentrant checkpoints inside the forward of a unit bring their parts. They are kept as autograd
-made them: the weights, which other parts of the unit still read, are released before their flat
-buffer is made. Parts of one parameter are added up there, in the dtype that is reduced.
+A reentrant checkpoint inside the forward of a unit runs such a backward. Its gradients are kept as
+autograd made them: the weights, which other parts of the unit still read, are released before the
+flat buffer is made. Parts of one parameter are added up there, in the dtype that is reduced.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from fsdp_compose.core.reducing import Arrival
 from fsdp_compose.core.state import Task, Unit, unit_of
 
 
-def keep(task: Task, part: Arrival) -> bool:
-    """Keep gradients for a bucket; False where they are to be packed, after what was kept.
+def keep_part(task: Task, part: Arrival) -> bool:
+    """Keep gradients for a bucket; False where the caller must pack them, after what was kept.
 
-    Hooks, later microbatches and other units wait for the whole, packed.
+    They are packed where hooks, later microbatches or other users of the bucket wait for the whole,
+    and where a parameter has a gradient in each of two parts.
     """
     bucket, before = part.bucket, task.kept.pop(part.bucket, None)
     work = unit_of(bucket).engine.schedule.work
@@ -59,13 +60,13 @@ def take_kept(task: Task, unit: Unit) -> list[Arrival]:
 
 
 def pack_kept(task: Task) -> None:
-    """Pack what was kept for units that ``task``, which ends, has not told to be past."""
+    """Pack what was kept for units that were not closed before ``task`` ended."""
     for bucket, part in task.kept.items():
         unit_of(bucket).engine.schedule.work.pack(part)
         task.packed.append(bucket)
 
 
 def list_packed(task: Task, unit: Unit) -> list[Arrival]:
-    """The unit's buckets that wait, packed, for ``task`` to be past it, or for its end."""
+    """The unit's packed buckets to which ``task`` brings no more gradients."""
     found = [b for b in dict.fromkeys(task.packed) if b.arriving.packed and unit_of(b) is unit]
     return list(filter(unit.engine.schedule.work.is_complete, map(Arrival, found)))

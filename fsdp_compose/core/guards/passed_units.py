@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fsdp_compose.base.torch_private import made_at, running_node, untraced
-from fsdp_compose.core.guards.inner_parts import keep, list_packed, take_kept
+from fsdp_compose.core.guards.inner_parts import keep_part, list_packed, take_kept
 from fsdp_compose.core.passes import show_leaves_after_backward
 from fsdp_compose.core.reducing import Arrival
 from fsdp_compose.core.state import Task, Unit, unit_of
@@ -28,7 +28,7 @@ def keep_parts(task: Task, unit: Unit, parts: Sequence[Arrival]) -> None:
     if live is not None and live.trained and unit not in task.unasked:
         _expect_to_pass(task, unit, live.tensors[live.trained[0]].grad_fn)
     for part in parts:
-        if keep(task, part):
+        if keep_part(task, part):
             continue
         work.pack(part)
         if unit_of(part.bucket).switches.sync:
