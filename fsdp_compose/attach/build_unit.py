@@ -48,7 +48,9 @@ from fsdp_compose.sharded import (
     STATE_KEY,
     Residence,
     ShardSpec,
+    find_wrapper,
     open_dtensor,
+    open_wrapped,
     take_over_hooks,
     to_local,
 )
@@ -169,10 +171,14 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     params = [entry.param for entry in entries]
     leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]
-    for param in params:  # free the whole before the bucket's buffers are made
+    for entry, param in zip(
+        entries, params, strict=True
+    ):  # free the whole before the bucket's buffers are made
         param.grad = None
         if isinstance(param, DTensor):
             open_dtensor(param)
+        elif entry.wrapper is not None:
+            open_wrapped(param, entry.wrapper)
         elif param.is_inference():  # for good, whatever its data: what writes it is not counted
             with torch.inference_mode(False):
                 swap_contents(param, nn.Parameter(shard.new_empty(0), param.requires_grad))
@@ -231,11 +237,12 @@ def _cut_shard(
             replicas=mesh.replicate,
             answers=ANSWERS,
         )
-        kind = nn.Parameter if spec.is_dtensor else type(item.param)
+        wrapper = find_wrapper(item.param)
+        kind = nn.Parameter if spec.is_dtensor or wrapper is not None else type(item.param)
         names, asked = tuple(item.names), item.param.grad_dtype
         grad_dtype = None if asked == part.dtype else asked
         entry = Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype)
-        entry.origin = origin
+        entry.wrapper, entry.origin = wrapper, origin
         entries.append(entry)
     return shard, entries
 

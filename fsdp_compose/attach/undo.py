@@ -29,7 +29,14 @@ from fsdp_compose.core.reducing import drain
 from fsdp_compose.core.state import Unit, find_state
 from fsdp_compose.scopes.open_scope import Scope
 from fsdp_compose.scopes.unshard import check_reduced
-from fsdp_compose.sharded import STATE_KEY, close_dtensor, gather_part, give_back_hooks, untag
+from fsdp_compose.sharded import (
+    STATE_KEY,
+    close_dtensor,
+    close_wrapped,
+    gather_part,
+    give_back_hooks,
+    untag,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -151,6 +158,8 @@ def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> N
             if spec.parallel is not None and spec.is_dtensor:
                 close_dtensor(param, part, spec)
                 grad = None if grad is None else spec.parallel.wrap(grad)
+            elif entry.wrapper is not None:
+                close_wrapped(param, part, entry.wrapper)
             else:
                 param.__class__ = entry.kind  # type: ignore[assignment]
                 param.data = part

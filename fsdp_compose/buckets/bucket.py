@@ -34,7 +34,7 @@ from fsdp_compose.base.weak_list import WeakList
 from fsdp_compose.base.weak_set import OrderedWeakSet
 from fsdp_compose.comm.collectives import NOTHING_SENT, Caller, Exchange, GatherPlan, ReducePlan
 from fsdp_compose.layout.shards import Layout
-from fsdp_compose.sharded import Residence, ShardSpec
+from fsdp_compose.sharded import Residence, ShardSpec, Wrapper
 
 logger = logging.getLogger("fsdp_compose")
 _QUIET = nullcontext()
@@ -91,6 +91,7 @@ class Entry:
     pin: weakref.ref[nn.Parameter] | None = None  # torch.utils.swap_tensors refuses what has one
     index: int = 0  # within the owner
     kind: type[torch.Tensor] = nn.Parameter  # the class it was sharded from
+    wrapper: Wrapper | None = None  # or the class around it
     grad_dtype: torch.dtype | None = None  # of gradients before; None: the parameter's own
     origin: StorageSpan | None = None  # memory that it shared before it was sharded
     held: nn.Parameter = field(init=False)
@@ -98,6 +99,11 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.held = self.param
+
+    @property
+    def is_of_class(self) -> bool:
+        """Whether modules read more of the parameter than a plain tensor's values."""
+        return self.kind is not nn.Parameter or self.wrapper is not None
 
 
 @dataclass(eq=False, repr=False)

@@ -32,9 +32,11 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         spec = replace(entry.spec, residence=residence, hooks=Hooks())
         if entry.kind is not torch.nn.Parameter:
             param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
-        entries.append(
-            Entry(param, spec, entry.names, [], kind=entry.kind, grad_dtype=entry.grad_dtype)
+        copied_entry = Entry(
+            param, spec, entry.names, [], kind=entry.kind, grad_dtype=entry.grad_dtype
         )
+        copied_entry.wrapper = entry.wrapper
+        entries.append(copied_entry)
     given = [to_local(entry.param) for entry in entries]
     stored = bucket.stored.detach()
     copied = make_bucket(

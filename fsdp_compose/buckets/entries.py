@@ -138,19 +138,34 @@ def share_attributes(entry: Entry) -> dict[str, Any]:
     return param.__dict__
 
 
-def copy_all_attributes(
+def put_in_classes(
     tensors: Sequence[torch.Tensor], entries: Sequence[Entry], indices: Iterable[int]
-) -> None:
-    """Give full tensors, by entry, the classes and attributes of the parameters at ``indices``."""
+) -> Sequence[torch.Tensor]:
+    """``put_in_class`` for those at ``indices`` of full tensors by entry."""
+    found = list(tensors)
     for index in indices:
-        copy_attributes(tensors[index], entries[index])
+        found[index] = put_in_class(tensors[index], entries[index])
+    return found
 
 
-def copy_attributes(tensor: torch.Tensor, entry: Entry) -> None:
-    """Give a full tensor the parameter's class, and its attributes, which they share."""
+def put_in_class(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """Give a full tensor the parameter's class, and its attributes, which they share.
+
+    The class may be one around a tensor: what is returned is what modules read.
+    """
     if entry.kind is not nn.Parameter:
         tensor.__class__ = entry.kind
     if "_is_param" in tensor.__dict__:  # for isinstance
         tensor.__dict__ = {**attributes_of(entry.param), "_is_param": True}
     else:
         tensor.__dict__ = entry.param.__dict__
+    return wrap(tensor, entry)
+
+
+def wrap(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """What modules read for a full tensor: it, or around it the class that the parameter had."""
+    if entry.wrapper is None:
+        return tensor
+    wrapped: torch.Tensor = entry.wrapper.wrap(tensor)
+    wrapped.__dict__ = {**attributes_of(entry.param), **wrapped.__dict__}
+    return wrapped

@@ -49,6 +49,7 @@ from fsdp_compose.checkpoint.values import (
     mark_ready,
     needs_gather,
     show_whole,
+    unwrap,
     whole_shape,
 )
 from fsdp_compose.comm.messages import SharedErrors, raise_on_all
@@ -368,9 +369,10 @@ def match(
     unexpected = [key for key in given if key not in names]
     missing = [name for name in names if name not in given and not _may_lack(name, versions)]
     # Gathered in the order of the module, whatever order each rank's dictionary has.
-    values = {name: given[key] for key, name in names.items() if key in given}
-    found = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
-    problems = [problem for problem in found if problem is not None]
+    found = {name: given[key] for key, name in names.items() if key in given}
+    values = {name: unwrap(value, current[name]) for name, value in found.items()}
+    misfits = (_find_misfit(n, v, current[n], custom) for n, v in values.items())
+    problems = [problem for problem in misfits if problem is not None]
     if strict and missing:
         advice = "pass strict=False to keep these as they are"
         problems.append(f"missing keys: {list_names(missing, unexpected)}; {advice}")

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.strides import as_bytes
+from fsdp_compose.base.torch_private import is_opaque
+from fsdp_compose.buckets.entries import entry_of
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.sharded import (
@@ -29,6 +31,15 @@ from fsdp_compose.sharded import (
 
 _READY = "_fsdp_compose_ready"
 """Set on a value that was fitted to the parameter it is about to be loaded into."""
+
+
+def unwrap(value: Any, current: Any) -> Any:
+    """What a class around tensors keeps, where ``current`` was one that keeps the same."""
+    is_around = isinstance(value, Tensor) and not is_sharded(value) and is_opaque(value)
+    entry = entry_of(current) if is_around and is_sharded(current) else None
+    if entry is None or entry.wrapper is None or not entry.wrapper.fits(value):
+        return value
+    return entry.wrapper.unwrap(value.detach())
 
 
 def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
@@ -209,6 +220,7 @@ def broadcast_state(
     with SharedErrors(*groups, what=call):
         if first:
             _check_whole(state)
+            state = {name: unwrap(value, target_of(name)) for name, value in state.items()}
             told = _outline(state), versions
     outline, versions = broadcast_object(told, groups, call)
     result: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from fsdp_compose.core.state import owner_of
 from fsdp_compose.layout.matrix_work import spread_work
 from fsdp_compose.layout.planner import plan_layout, run_layout
 from fsdp_compose.layout.shards import Extent, Granularity
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import find_wrapper, is_sharded
 
 _Kind = tuple[torch.dtype, bool, MixedPrecision]
 """What all parameters of a bucket share: dtype, whether they are trained, precision."""
@@ -92,9 +92,10 @@ def _group_parameters(
             )
         mp = precision_for(options.mp_policy, name, param)
         _check_gradient_dtype(plan, name, param, mp)
-        codec = mp.gather_codec if param.dtype.is_floating_point else None
+        storage = item.part.dtype
+        codec = mp.gather_codec if storage.is_floating_point else None
         asked = (mp.param_dtype, mp.reduce_dtype, mp.keep_low_precision_grads, codec)
-        found.setdefault((param.dtype, param.requires_grad, asked), []).append(item)
+        found.setdefault((storage, param.requires_grad, asked), []).append(item)
     groups: dict[_Kind, list[ParameterPlan]] = {}
     for (storage, is_trained, (compute, reduce, keeps, codec)), items in found.items():
         chosen = MixedPrecision(compute, reduce, keep_low_precision_grads=keeps, gather_codec=codec)
@@ -159,15 +160,17 @@ def _check_parameter(plan: UnitPlan, name: str, param: nn.Parameter) -> None:
             "step before gradients are reduced. Build the model again, and after fully_shard let "
             "param.register_post_accumulate_grad_hook(fn) step an optimizer of each parameter."
         )
-    if is_opaque(param):
+    wrapper = find_wrapper(param)
+    if is_opaque(param) and wrapper is None:
         raise ValueError(
             f"{where} is an instance of {kind.__name__}, whose class computes in "
-            "__torch_dispatch__ and keeps its data elsewhere, so it has no memory that could be "
-            "cut into slices. Keep that data in parameters of the module (nn.Parameter(packed, "
-            "requires_grad=False), whose bytes are sharded as they are) and build the tensor in "
+            "__torch_dispatch__ and keeps its values in other tensors. Such a parameter is sharded "
+            "where its __tensor_flatten__ gives one dense tensor of its shape, strides and dtype, "
+            "or where it is frozen and in memory. Freeze it, keep the packed values in parameters "
+            "of the module (nn.Parameter(packed, requires_grad=False)) and build the tensor in "
             "forward, or leave it whole on every rank: fully_shard(..., ignored=[parameter])."
         )
-    if getattr(param, "fsdp_pre_all_gather", None) is not None:
+    if wrapper is None and getattr(param, "fsdp_pre_all_gather", None) is not None:
         raise ValueError(
             f"{where} has a method fsdp_pre_all_gather, which FSDP2 calls and this library does "
             "not. Say how it is gathered with fully_shard(mp_policy=MixedPrecision(gather_codec="

@@ -17,7 +17,7 @@ from fsdp_compose.base.group import Group
 from fsdp_compose.base.mesh import Mesh, MeshLike, is_outside, resolve_mesh
 from fsdp_compose.base.policy import Placement
 from fsdp_compose.base.strides import contiguous_strides, storage_order
-from fsdp_compose.base.torch_private import buffer_slots
+from fsdp_compose.base.torch_private import buffer_slots, is_opaque
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.comm.messages import ErrorReport, describe_error, first_error
@@ -251,6 +251,7 @@ def _describe_structure(plan: UnitPlan) -> Any:
             str(item.param.dtype),
             "trained" if item.param.requires_grad else "frozen",
             *(() if item.parallel is None else (_describe_place(item.parallel),)),
+            *((type(item.param).__name__,) if is_opaque(item.param) else ()),
             *_describe_order(item.part),
         )
         for item in plan.found

@@ -33,7 +33,15 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.construct.names import find_holders, walk_named
 from fsdp_compose.construct.plans import UnitPlan
 from fsdp_compose.construct.tensor_parallel import find_parallel
-from fsdp_compose.sharded import Parallel, is_sharded, like_dtensor, part_of
+from fsdp_compose.sharded import (
+    Parallel,
+    dense_of,
+    find_wrapper,
+    is_sharded,
+    like_dtensor,
+    part_of,
+    tensors_in,
+)
 
 InitFn = Callable[[nn.Module], object]
 
@@ -50,7 +58,8 @@ def broadcast_tensors(
     """
     if not mesh.groups:
         return
-    given = [part_of(tensor).detach() for tensor in tensors if part_of(tensor).numel()]
+    held = [dense.detach() for tensor in tensors for dense in tensors_in(tensor)]
+    given = [tensor for tensor in held if tensor.numel()]
     with torch.inference_mode(any(tensor.is_inference() for tensor in given)):  # to write these
         own = [tensor.resolve_conj().resolve_neg() for tensor in given]
         flats = [flatten(tensor, storage_order(tensor)) for tensor in own]
@@ -131,7 +140,7 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
                 makers[id(item.param)] = module
     for tensor in fresh.values():
         allocate(tensor, plan.options.device)
-    marks = {key: UnwrittenMark(part_of(tensor)) for key, tensor in fresh.items()}
+    marks = {key: UnwrittenMark(dense_of(tensor)) for key, tensor in fresh.items()}
     if isinstance(init_fn, Seeded):
         makers.update((key, init_fn.maker(key)) for key in makers if init_fn.knows(key))
     for maker in dict.fromkeys(makers.values()):
@@ -139,7 +148,7 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
         loaded = [*_list_loaded(maker, fresh)]
         with only(maker, kept, plan.options.device, fresh=True), torch.no_grad():
             _initialise_module(maker, init_fn)
-        left = {key for key in kept if marks[key].is_on(part_of(fresh[key]))}
+        left = {key for key in kept if marks[key].is_on(dense_of(fresh[key]))}
         if left and init_fn is not None and not isinstance(init_fn, Seeded):
             with only(maker, kept, plan.options.device, left, fresh=True), torch.no_grad():
                 _initialise_module(maker, init_fn)
@@ -151,7 +160,7 @@ def initialise(plan: UnitPlan, init_fn: InitFn | None) -> set[int]:
                     "was in memory already, so its values are lost. Load it after fully_shard, or "
                     "pass a param_init_fn(module) that writes only what the module holds itself."
                 )
-    return {key for key, mark in marks.items() if mark.is_on(part_of(fresh[key]))}
+    return {key for key, mark in marks.items() if mark.is_on(dense_of(fresh[key]))}
 
 
 def require_filled(plan: UnitPlan, left: set[int]) -> None:
@@ -179,8 +188,11 @@ def _members(plan: UnitPlan) -> list[tuple[str, nn.Module]]:
 
 def allocate(tensor: torch.Tensor, device: torch.device) -> None:
     """Move a meta tensor to ``device`` in place, marked as unwritten."""
-    twin = torch.empty_like(part_of(tensor), device=device, requires_grad=False)
+    wrapper = find_wrapper(tensor)
+    twin = torch.empty_like(dense_of(tensor), device=device, requires_grad=False)
     mark_unwritten(twin)
+    if wrapper is not None:
+        twin = wrapper.build(twin)
     if isinstance(tensor, DTensor):
         twin = like_dtensor(tensor, twin)
     twin.requires_grad_(tensor.requires_grad)
@@ -189,6 +201,8 @@ def allocate(tensor: torch.Tensor, device: torch.device) -> None:
     swap_contents(tensor, twin)
     if isinstance(tensor, DTensor):
         set_local_part(tensor, part_of(twin))
+    elif wrapper is not None:
+        tensor.__dict__.update(vars(twin))
 
 
 @contextmanager

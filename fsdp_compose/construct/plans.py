@@ -26,7 +26,7 @@ from fsdp_compose.base.torch_private import buffer_slots
 from fsdp_compose.buckets.bucket import Slot
 from fsdp_compose.layout.planner import PlanLayout, plan_layout
 from fsdp_compose.layout.shards import Layout
-from fsdp_compose.sharded import Parallel, part_of
+from fsdp_compose.sharded import Parallel, dense_of
 
 _CPU = torch.device("cpu")
 
@@ -75,8 +75,8 @@ class ParameterPlan:
 
     @property
     def part(self) -> torch.Tensor:
-        """What is to be sharded of it: of a DTensor its local tensor."""
-        return part_of(self.param)
+        """What is to be sharded of it: of a DTensor its local tensor, of a wrapper its tensor."""
+        return dense_of(self.param)
 
 
 @dataclass(frozen=True)

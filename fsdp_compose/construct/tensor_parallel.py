@@ -21,7 +21,7 @@ from fsdp_compose.base.arguments import check_kind
 from fsdp_compose.base.group import Group, get_global_rank
 from fsdp_compose.base.mesh import Mesh, group_of, refuse_ended, served_devices
 from fsdp_compose.base.strides import contiguous_strides, storage_order
-from fsdp_compose.base.torch_private import dtensor_spec, parameter_slots, root_mesh
+from fsdp_compose.base.torch_private import dtensor_spec, is_opaque, parameter_slots, root_mesh
 from fsdp_compose.comm.meeting import gather_objects_or_differ
 from fsdp_compose.sharded import Axis, Parallel, is_sharded, part_of, spec_of, split_axes
 
@@ -196,6 +196,13 @@ def find_parallel(param: nn.Parameter, name: str, unit: str) -> Parallel | None:
     if mesh.get_coordinate() is None:
         raise ValueError(f"{where} on {mesh}, which does not contain rank {dist.get_rank()}.")
     part = part_of(param)
+    if is_opaque(part):
+        raise ValueError(
+            f"{where} of {type(part).__name__}, whose class computes in __torch_dispatch__; "
+            "sharded, it would be the plain values in it. Let tensor parallelism split a plain "
+            "parameter (for torchao's Float8Linear, enable_fsdp_float8_all_gather=False), or pass "
+            "it in ignored=."
+        )
     device = torch.device(mesh.device_type) if part.is_meta else part.device
     placed: list[tuple[Group, int | None]] = []
     placement: Any

@@ -31,7 +31,7 @@ import torch
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.torch_private import graph_task_id, plain_apply, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, Phase
-from fsdp_compose.buckets.entries import copy_all_attributes
+from fsdp_compose.buckets.entries import put_in_classes
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.buckets.gradients import pack, zero_gradient
 from fsdp_compose.comm import collectives as comm
@@ -286,7 +286,7 @@ def view_parameters(unit: Unit, trained: tuple[int, ...]) -> Sequence[torch.Tens
     read = as_read(unit, tensors) if unit.links.dtensors else tensors
     exhaust(map(setattr, read, repeat("__dict__"), unit.links.attributes))
     if unit.links.of_class:
-        copy_all_attributes(read, unit.entries, unit.links.of_class)
+        read = put_in_classes(read, unit.entries, unit.links.of_class)
     unit.run.live = Live(read, unit.engine.pass_id, trained, versions, outputs)
     return read
 

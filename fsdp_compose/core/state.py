@@ -177,7 +177,7 @@ class Unit:
         self.links = Links(
             aliases=[owner_of(entry).aliases[entry.index] for entry in self.entries],
             anchor=anchor,
-            of_class=tuple([i for i, e in enumerate(self.entries) if e.kind is not nn.Parameter]),
+            of_class=tuple([i for i, e in enumerate(self.entries) if e.is_of_class]),
             attributes=[*map(share_attributes, self.entries)],
             dtensors=tuple([i for i, e in enumerate(self.entries) if e.spec.is_dtensor]),
             tables=tuple([slot.values for slot in self.slots]),

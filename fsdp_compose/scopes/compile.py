@@ -119,6 +119,8 @@ def _require_traceable(unit: Unit) -> None:
         problem = "a recurrent module, which torch.compile does not trace"
     elif unit.links.dtensors:
         problem = "tensor parallel parameters; compile its blocks instead: block.compile()"
+    elif any(entry.wrapper for entry in unit.entries):
+        problem = "parameters of a class around tensors; compile its blocks: block.compile()"
     if problem is not None:
         raise ValueError(
             f"set_traceable: unit {unit.name!r} has {problem}, which cannot be followed in a "

@@ -12,6 +12,7 @@ Files, each importing only from those above it:
     advice      what an error says to call instead, by who called
     parallel    where a rank's part of a tensor lies that tensor parallelism split
     spec        where a slice lies in its parameter and its bucket
+    wrapped     a parameter whose class computes around a dense tensor, which is what is sharded
     chunks      a slice as chunks of a distributed checkpoint
     ranks       numbers of all ranks, for reductions that autograd records
     reduce      reductions over the ranks of a group
@@ -35,7 +36,9 @@ from fsdp_compose.sharded.calls import ON_SLICES
 from fsdp_compose.sharded.convert import (
     as_own_file,
     close_dtensor,
+    close_wrapped,
     open_dtensor,
+    open_wrapped,
     take_over_hooks,
     untag,
     whole_slice,
@@ -75,6 +78,7 @@ from fsdp_compose.sharded.tensor import (
 )
 from fsdp_compose.sharded.torchstate import checked_state, to_local, view_local
 from fsdp_compose.sharded.views import flat_spec
+from fsdp_compose.sharded.wrapped import Wrapper, dense_of, find_wrapper, tensors_in
 
 __all__ = [
     "CASTS",
@@ -98,12 +102,16 @@ __all__ = [
     "ShardedParameter",
     "ShardedTensor",
     "ShardedWeightError",
+    "Wrapper",
     "Writes",
     "as_first_rank",
     "as_own_file",
     "checked_state",
     "close_dtensor",
+    "close_wrapped",
+    "dense_of",
     "find_generator",
+    "find_wrapper",
     "flat_spec",
     "gather_part",
     "give_back_hooks",
@@ -111,6 +119,7 @@ __all__ = [
     "is_sharded_parameter",
     "like_dtensor",
     "open_dtensor",
+    "open_wrapped",
     "own_slice",
     "part_of",
     "part_slice",
@@ -125,6 +134,7 @@ __all__ = [
     "split_axes",
     "tag",
     "take_over_hooks",
+    "tensors_in",
     "to_local",
     "untag",
     "view_local",

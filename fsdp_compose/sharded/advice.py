@@ -137,10 +137,9 @@ FUSION = (
     "fsdp_compose.undo(copy.deepcopy(model)) if this one is to stay sharded (every rank calls it)."
 )
 QUANTIZED = (
-    "torchao's quantized tensors have no memory that could be sharded, so a sharded module cannot "
-    "be quantized in place: quantize a plain copy, fsdp_compose.undo(copy.deepcopy(model)). To "
-    "train what torchao keeps frozen, quantize before fully_shard and pass the quantized "
-    "parameters in ignored=."
+    "torchao would quantize this rank's slice, so a sharded module cannot be quantized in place: "
+    "quantize a plain copy, fsdp_compose.undo(copy.deepcopy(model)). Frozen weights under adapters "
+    "are sharded as bytes where they are quantized before fully_shard."
 )
 QUANTIZING = (
     "torchao's optimizers compile their step and keep their state in blocks, which fails on slices "

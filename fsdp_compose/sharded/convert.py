@@ -35,6 +35,7 @@ from fsdp_compose.sharded.tensor import (
     tag,
 )
 from fsdp_compose.sharded.torchstate import to_local
+from fsdp_compose.sharded.wrapped import Wrapper
 
 _PLAIN: dict[type, type] = {
     ShardedTensor: Tensor,
@@ -104,3 +105,27 @@ def close_dtensor(param: Any, part: Tensor, spec: ShardSpec) -> None:
         swap_contents(param, whole)
     set_local_part(param, local_part(whole))
     set_dtensor_spec(param, dtensor_spec(whole))
+
+
+def open_wrapped(param: Any, wrapper: Wrapper) -> None:
+    """Make a parameter of a class around a tensor a plain, empty one, which can be tagged then.
+
+    The Python object stays. Take its gradient and its gradient hooks from it before.
+    """
+    with raw():
+        accumulated = take_leaf_hooks(param)[1]
+        dense = wrapper.unwrap(param).detach()
+        for name in vars(wrapper.build(dense)):
+            param.__dict__.pop(name, None)
+        swap_contents(param, torch.nn.Parameter(dense.new_empty(0), param.requires_grad))
+        set_class(param, torch.nn.Parameter)
+        give_leaf_hooks(param, None, accumulated)
+
+
+def close_wrapped(param: Any, dense: Tensor, wrapper: Wrapper) -> None:
+    """Undo ``open_wrapped``: give an untagged parameter its class, around ``dense``, again."""
+    with torch.no_grad():
+        whole: Any = torch.nn.Parameter(wrapper.build(dense.detach()), param.requires_grad)
+        swap_contents(param, whole)
+    set_class(param, type(whole))
+    param.__dict__.update(vars(whole))

@@ -193,7 +193,8 @@ def _find_unseen(unit: Unit, shown: Sequence[torch.Tensor]) -> Entry | None:
     for index, entry in enumerate(unit.entries):
         bucket = owner_of(entry)
         gathered = bucket.full.untyped_storage()
-        for tensor in (unit.links.aliases[index], part_of(shown[index])):
+        read = unit.links.aliases[index] if entry.wrapper else part_of(shown[index])
+        for tensor in (unit.links.aliases[index], read):
             if bucket.in_place or tensor.untyped_storage()._cdata == gathered._cdata:
                 continue
             lost = lost or entry
@@ -217,7 +218,8 @@ def _shown_by(unit: Unit) -> Sequence[torch.Tensor]:
 def _keep_assigned(unit: Unit, shown: Sequence[torch.Tensor]) -> list[Entry]:
     """After ``weight.data = x`` in a forward whose buffer is the shard, copy x into the shard."""
     if unit.links.pointers is None:
-        fixed = not unit.links.dtensors and all(bucket.in_place for bucket in unit.gathered)
+        wrapped = unit.links.dtensors or any(entry.wrapper for entry in unit.entries)
+        fixed = not wrapped and all(bucket.in_place for bucket in unit.gathered)
         unit.links.pointers = list(map(_home, unit.entries)) if fixed else []
     kept: list[Entry] = []
     pointers = unit.links.pointers

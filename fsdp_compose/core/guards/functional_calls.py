@@ -22,7 +22,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.torch_stack import in_functional_call
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
-from fsdp_compose.buckets.entries import copy_attributes
+from fsdp_compose.buckets.entries import put_in_class, wrap
 from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.autograd import Spread
 from fsdp_compose.core.guards.connect import connect, owners
@@ -133,8 +133,10 @@ def open_functional_call(
     shown = [given[i] if i in given else own[entry] for i, entry in enumerate(unit.entries)]
     read = [tensor.to(_dtype_read(unit, index, stored)) for index, tensor in enumerate(shown)]
     for index, entry in enumerate(unit.entries):
-        if index not in found and read[index] is not held[index]:
-            copy_attributes(read[index], entry)
+        if index not in found and read[index] is held[index]:
+            read[index] = wrap(read[index], entry)
+        elif index not in found:
+            read[index] = put_in_class(read[index], entry)
     return read
 
 
@@ -185,5 +187,5 @@ def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
             slices = [view_local(tensor) for tensor in given]
             whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
         for index, entry, full in zip(indices, entries, whole, strict=True):
-            fulls[index] = entry.spec.wrap(full)
+            fulls[index] = wrap(entry.spec.wrap(full), entry)
     return fulls

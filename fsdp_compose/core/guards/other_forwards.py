@@ -22,7 +22,7 @@ from fsdp_compose.base.torch_private import (
 )
 from fsdp_compose.base.torch_stack import on_backward_end
 from fsdp_compose.base.tree import find_tensors
-from fsdp_compose.buckets.entries import copy_attributes
+from fsdp_compose.buckets.entries import put_in_class, wrap
 from fsdp_compose.core.forward import (
     Mode,
     begin_call,
@@ -73,10 +73,13 @@ def _enter_scope(unit: Unit, module: nn.Module) -> None:
         with count_writes():
             tensors = [t if stored else t.to(alias.dtype) for t, alias in pairs]
         note_copies(opened, tensors)
-        for entry, tensor, shown in zip(unit.entries, tensors, opened.tensors, strict=True):
-            if tensor is not shown:
-                copy_attributes(tensor, entry)
-        install(unit, tensors)
+        install(
+            unit,
+            [
+                wrap(tensor, entry) if tensor is shown else put_in_class(tensor, entry)
+                for entry, tensor, shown in zip(unit.entries, tensors, opened.tensors, strict=True)
+            ],
+        )
     opened.calls += 1
     return None
 

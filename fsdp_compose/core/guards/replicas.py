@@ -20,7 +20,7 @@ from fsdp_compose.comm import collectives as comm
 from fsdp_compose.core.gathering import renew_bucket
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.core.state import Unit
-from fsdp_compose.sharded import part_of, to_local
+from fsdp_compose.sharded import dense_of, to_local
 
 Copies = dict[tuple[str, str, int, int], int]
 """By (unit, name of the parameter, first and last element here): a checksum of this rank's slice.
@@ -128,7 +128,7 @@ _CHUNK = 1 << 20  # words at a time, so that memory does not grow with the param
 
 def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As ``checksum``, as a 0-dim tensor on the tensor's device."""
-    plain = part_of(tensor).detach().resolve_conj().resolve_neg()
+    plain = dense_of(tensor).detach().resolve_conj().resolve_neg()
     data = as_bytes(flatten(plain, storage_order(plain)))
     whole = data.numel() // 8 * 8
     aligned = data.storage_offset() % 8 == 0

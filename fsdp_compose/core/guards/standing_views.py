@@ -17,7 +17,7 @@ import torch
 
 from fsdp_compose.base.loops import exhaust
 from fsdp_compose.base.torch_private import next_node_number, plain_apply, untraced
-from fsdp_compose.buckets.entries import copy_all_attributes
+from fsdp_compose.buckets.entries import put_in_classes
 from fsdp_compose.core.autograd import Gather
 from fsdp_compose.core.guards.called_again import Versions
 from fsdp_compose.core.guards.captured import choose_anchor
@@ -45,7 +45,7 @@ def view_standing(unit: Unit) -> Sequence[torch.Tensor]:
             read = as_read(unit, read)
     exhaust(map(setattr, read, repeat("__dict__"), unit.links.attributes))
     if unit.links.of_class:
-        copy_all_attributes(read, unit.entries, unit.links.of_class)
+        read = put_in_classes(read, unit.entries, unit.links.of_class)
     return read
 
 
