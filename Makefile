@@ -35,11 +35,11 @@ test-models: test-libraries test-recipes test-torchtitan
 
 test-libraries: $(MODELS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/in_parts.py $(PARTS) -m models tests/libraries \
-	  --ignore=tests/libraries/test_recipes.py
+	  --ignore=tests/libraries/test_recipes.py --ignore=tests/libraries/test_torchao.py
 
 test-recipes: $(MODELS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(RECIPES) $(BIN)/python -m pytest -m models \
-	  tests/libraries/test_recipes.py
+	  tests/libraries/test_recipes.py tests/libraries/test_torchao.py
 
 test-torchtitan: $(MODELS)
 	if PYTHONPATH=$(TITAN):tests $(BIN)/python -c "import titan_models" 2>/dev/null; \
