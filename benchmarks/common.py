@@ -33,8 +33,6 @@ for folder in (ROOT / "examples", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from fsdp_compose.comm.shared_memory import all_segments  # noqa: E402
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -191,6 +189,7 @@ def _allocated() -> Callable[[], int] | None:
     except (AttributeError, OSError):
         return None
     mallinfo.restype = _Mallinfo
+    from fsdp_compose.comm.shared_memory import all_segments  # not for mutants.py, which forks
 
     def allocated() -> int:
         info = mallinfo()

@@ -31,7 +31,10 @@ TESTS = ROOT / "tests"
 sys.path.insert(0, str(TESTS))
 PACKAGE = ROOT / "fsdp_compose"
 FOLDER = PACKAGE / "core"
-OTHERS = "sharded", "optim", "scopes", "checkpoint"  # folders whose mutants --folder makes
+OTHERS = (  # folders whose mutants --folder makes
+    "layout", "base", "comm", "sharded", "buckets", "construct", "scopes", "optim", "report",
+    "checkpoint", "attach",
+)  # fmt: skip
 HOME = ROOT / "build" / "mutants"
 
 # What may notice a mutant: programs of the fuzzer by the size of their world, and files of tests.
@@ -40,7 +43,7 @@ FUZZER = "fuzzer"
 FILES = (
     FUZZER, "tests/core", "tests/scopes", "tests/test_fuzz.py", "tests/construct", "tests/optim",
     "tests/report", "tests/simulation", "tests/comm", "tests/checkpoint", "tests/sharded",
-    "tests/libraries",
+    "tests/libraries", "tests/layout", "tests/cli",
 )  # fmt: skip
 DEAREST = 12.0  # seconds of processor time; a test that takes more is left out
 ROUNDS = (2.0, 10.0)  # seconds of tests that are tried first; then the rest, up to the limit
