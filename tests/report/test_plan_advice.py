@@ -143,6 +143,23 @@ def test_the_outermost_unit_should_stay_gathered() -> None:
     assert "reshard_after_forward=None" not in {advice.paste for advice in quiet.advice}
 
 
+class Tied(nn.Module):
+    """Its own parameter is read on both sides of a unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+        self.block = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 64, bias=False)
+        self.head.weight = self.weight
+
+
+def test_ends_that_are_no_modules_stay() -> None:
+    """They cannot be units of their own."""
+    found = plan(Tied(), world_size=8, units=wrap.by_name("block"))
+    assert not any("units of their own" in advice.text for advice in found.advice)
+
+
 def test_units_too_small_for_their_link() -> None:
     model = nn.Sequential(
         *(nn.Sequential(*(nn.Linear(128, 128) for _ in "0123" * 4)) for _ in "ab")
@@ -223,6 +240,10 @@ def test_a_sample_is_counted_and_changes_nothing() -> None:
     assert wide.needed == wide.memory.persistent + wide.memory.forward.total + (1 << 40)
     full = plan(model, world_size=4, units=options["units"], sample={"tokens": TOKENS})
     assert full.activations.kept > 1.5 * found.activations.kept  # twice the bytes in fp32
+    words = " ".join(str(found).split())
+    for name in ("forward", "backward"):
+        nbytes = getattr(found.activations, name)
+        assert f"activations in {name} {size(nbytes)} measured" in words
     as_dict = json.loads(found.to_json())
     assert as_dict["needed"] == found.needed and as_dict["fits"] is None
     assert as_dict["activations"]["kept"] == found.activations.kept
@@ -238,6 +259,23 @@ def test_forwards_that_ask_for_numbers() -> None:
     assert asked is not None and asked.forward == 4 * 4  # one row
     with pytest.raises(ValueError, match=r"Tower cannot run on the meta device.*without sample="):
         plan(Tower(), world_size=2, sample="no input")
+
+
+class OneHead(nn.Linear):
+    """Attention without a dimension of heads, as wide as attention over numbers says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, values = torch.ones(1, 1, 2, 8, device="cpu"), torch.arange(2.0, device="cpu")
+        values = values.view(1, 1, 2, 1).expand_as(one)
+        width = F.scaled_dot_product_attention(one, one, values, is_causal=True).sum()
+        assert width == 4  # a half for each element of the second token
+        x = super().forward(x)[..., : int(width)]
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_that_no_fused_kernel_takes() -> None:
+    found = plan(OneHead(32, 32), world_size=2, sample=torch.ones(2, 5, 32)).activations
+    assert found is not None and found.kept >= 4 * 2 * 5 * 5  # with the matrix of tokens by tokens
 
 
 class Latent(nn.Linear):
