@@ -417,7 +417,6 @@ def attend_call(group: Group) -> Iterator[None]:
     It hears of them also while it waits for tensors, which in the scope never meet those that an
     earlier call left behind.
     """
-    before = here.calls.get(get_ident())
     if group.pg is not None:
         here.calls[get_ident()] = group
     try:
@@ -428,8 +427,6 @@ def attend_call(group: Group) -> Iterator[None]:
         raise
     finally:
         here.calls.pop(get_ident(), None)
-        if before is not None:
-            here.calls[get_ident()] = before
 
 
 def is_on_all_ranks(error: BaseException | None) -> bool:

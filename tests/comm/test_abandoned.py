@@ -18,6 +18,7 @@ from torch import nn
 
 import fsdp_compose as fc
 from fsdp_compose.base.group import Group
+from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import default_store
@@ -225,3 +226,21 @@ def failing(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    """Those that wait for it in a call say so when the timeout is over."""
+
+    def wait(rank: int) -> str:
+        group = group_of(dist.group.WORLD, torch.device("cpu"))
+        if rank == 1:
+            here.clock.sleep(4000.0)
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            gather_objects(rank, group, "fully_shard")
+        return str(raised.value)
+
+    first, _, last = simulate_ranks(wait, 3)
+    for text in (first, last):
+        assert "waits to compare notes in fully_shard, and rank 1 does not answer" in text
+        assert text.endswith("nothing has come or gone for 1800 s, the timeout")
