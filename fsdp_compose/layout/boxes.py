@@ -43,8 +43,7 @@ def _boxes(prefix: tuple[int, ...], shape: tuple[int, ...], start: int, stop: in
     if first > last:  # the range stays inside one row and touches neither end of it
         yield from _boxes((*prefix, last), shape[1:], start - last * row, stop - last * row)
         return
-    if start < first * row:
-        yield from _boxes((*prefix, first - 1), shape[1:], start - (first - 1) * row, row)
+    yield from _boxes((*prefix, first - 1), shape[1:], start - (first - 1) * row, row)
     if first < last:
         ones, zeros = (1,) * len(prefix), (0,) * (len(shape) - 1)
         yield Box((*prefix, first, *zeros), (*ones, last - first, *shape[1:]))
