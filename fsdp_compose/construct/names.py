@@ -143,24 +143,15 @@ def units_of(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
     """
     check_flags("units_of", root_only=root_only)
     check_module("units_of", module)
-    found: list[nn.Module] = []
-    seen: set[int] = set()
-    pending = [module]
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        state = find_state(current)
-        if state is not None and id(state.unit) not in seen:
-            seen.add(id(state.unit))
-            found.append(current)
-        if state is None or not root_only:
-            pending += reversed(list(current.children()))
-    if root_only:
-        inner = {id(m) for unit in found for m in unit.modules() if m is not unit}
-        found = [unit for unit in found if id(unit) not in inner]
-    return found
+    found: dict[int, nn.Module] = {}  # by unit
+    inner: set[int] = set()
+    for member in module.modules():
+        state = find_state(member)
+        if state is not None:
+            found.setdefault(id(state.unit), member)
+            if root_only:
+                inner.update(id(m) for m in member.modules() if m is not member)
+    return [member for member in found.values() if id(member) not in inner]
 
 
 def find_holders(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:

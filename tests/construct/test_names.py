@@ -135,6 +135,14 @@ def test_every_list_of_names_agrees_below_wrappers(tmp_path: Any) -> None:
     run_ranks(ranks)
 
 
+def test_children_that_are_none_have_no_names() -> None:
+    """As a block without its optional part has."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_module("extra", None)
+    plain = [*dict(model.named_parameters())]
+    assert [*parameters_by_name(fully_shard(model))] == plain
+
+
 def test_units_are_listed_parents_first() -> None:
     """Units are listed parents first and outermost alone."""
     model = nn.ModuleDict({"a": Tower(2), "b": Tower(1), "c": Block(), "d": nn.Linear(2, 2)})
@@ -152,9 +160,11 @@ def test_units_are_listed_parents_first() -> None:
 
 def test_a_unit_of_several_modules_is_listed_once() -> None:
     model = Tower(3)
+    fully_shard(model.blocks[1].up)
     fully_shard([model.blocks[0], model.blocks[1]])
-    assert units_of(model) == [model.blocks[0]]
-    assert len(units(model)) == 1
+    assert units_of(model) == [model.blocks[0], model.blocks[1].up]
+    assert units_of(model, root_only=True) == [model.blocks[0]]
+    assert len(units(model)) == 2
 
 
 # apply
