@@ -33,8 +33,9 @@ from fsdp_compose import (
     set_reshard_after_backward,
     unshard,
 )
+from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.bucket import SentCopy
-from fsdp_compose.comm import shared_memory, transports
+from fsdp_compose.comm import mail, shared_memory, transports
 from fsdp_compose.comm.shared_memory import Offer, Reading, Segments, _Peer, all_segments
 from fsdp_compose.comm.transports import PAIRS, _Read
 
@@ -515,3 +516,24 @@ def test_other_bytes_are_an_error_before_they_are_read() -> None:
 
     errors = rank_errors(ranks, 2)
     assert all(error is not None and "bytes" in error for error in errors), errors
+
+
+def test_what_cannot_be_opened_is_no_peer(tmp_path: Path) -> None:
+    """Another file, or none, where a rank was told that a segment is: nothing is left open."""
+
+    def group_at(rank: int) -> Group:
+        return Group(pg=FakeGroup(), rank=rank, size=2, backend="gloo", ranks=(0, 1))
+
+    with pytest.MonkeyPatch.context() as patch, (tmp_path / "empty").open("w+") as empty:
+        patch.setattr(mail, "timeout_of", lambda pg: 1.0)
+        own, other = Segments(group_at(0)), Segments(group_at(1))
+        known = {"fd": other.fd, "secret": other.secret, "entrance": other.mail.entrances[0]}
+        before = len(os.listdir("/proc/self/fd"))
+        for wrong in ({"secret": 0}, {"fd": empty.fileno()}, {"fd": 1 << 20}, {"entrance": -1}):
+            assert not own.try_peer(1, os.getpid(), **{**known, **wrong})
+            assert not own.peers and len(os.listdir("/proc/self/fd")) == before
+        assert own.try_peer(1, os.getpid(), **known) and [*own.peers] == [1]
+
+
+class FakeGroup:
+    """Stands for a process group."""
