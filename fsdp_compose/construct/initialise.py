@@ -73,8 +73,6 @@ def broadcast_tensors(
 
 def _broadcast_flat(flats: list[torch.Tensor], mesh: Mesh, chunk_bytes: int) -> None:
     pieces = [piece for flat in flats for piece in as_bytes(flat).split(chunk_bytes)]
-    if not pieces:
-        return
     size = min(chunk_bytes, sum(piece.numel() for piece in pieces))
     room = torch.empty(size, dtype=torch.uint8, device=mesh.device)
     message: list[torch.Tensor] = []
