@@ -191,6 +191,21 @@ def test_gradients_added_up_in_a_tree_are_averaged() -> None:
     simulate_ranks(ranks)
 
 
+def test_a_loss_outside_of_forwards_is_in_no_tree() -> None:
+    """A penalty on slices would be added once for each microbatch of a rank."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(two_blocks), deterministic=4)
+        name, param = next(iter(model.named_parameters()))
+        with pytest.raises(RuntimeError) as raised:
+            param.square().sum().backward()
+        text = str(raised.value)
+        assert f"parameter {name!r} of unit" in text and "with deterministic=4, which adds" in text
+        assert "`with fsdp_compose.gathered(module):`" in text and param.grad is None
+
+    simulate_ranks(ranks)
+
+
 def test_hooks_run_while_backward_goes_on() -> None:
     """A unit's gradients arrive before the backward of the last unit begins, not at its end."""
 

@@ -19,7 +19,7 @@ from fsdp_compose.base.process import here
 from fsdp_compose.comm.shared_memory import segments_of
 from fsdp_compose.construct.wrap import by_fn
 
-from harness import rank_errors, run_ranks
+from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
     Tower,
     Twin,
@@ -192,6 +192,26 @@ def test_written_converted_copied_and_undone() -> None:
         assert_equal(model.state_dict(), {k: v.float() for k, v in plain.state_dict().items()})
 
     run_ranks(ranks, 4)
+
+
+def test_writes_that_replicas_cannot_see_are_refused() -> None:
+    """They keep copies, which are made anew once a write is counted."""
+
+    def ranks(rank: int) -> None:
+        model, x = fused(seeded(Tower), (2, 1)), data(0, rank)
+        slices = [p.to_local() for p in model.blocks[0].parameters()]
+        model(x)
+        for part in slices:
+            part.data.add_(1.0)
+        text = r"'blocks.0.*' of unit 'blocks.0' was written .* so replicas keep copies"
+        with pytest.raises(RuntimeError, match=text):
+            model(x)
+        with torch.no_grad():
+            for part in slices:
+                part.mul_(1.0)
+        model(x)
+
+    simulate_ranks(ranks)
 
 
 def test_checkpoints_to_another_arrangement_and_back(tmp_path: Path) -> None:
