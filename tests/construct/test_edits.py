@@ -392,3 +392,22 @@ def test_reading_a_sharded_weight_says_what_to_call(use: Any, text: str) -> None
         assert re.search(rf"of which rank {rank} holds (no )?elements", error)
         assert "`with fsdp_compose.gathered(module):`" in error
         assert re.search(r"fully_shard\(module, methods=\('forward', ", error)
+
+
+def test_a_unit_that_one_rank_removed() -> None:
+    """Nothing is changed, so that the rank can remove it where it forgot to."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        if rank == 0:
+            del model.blocks[-1]
+        with pytest.raises(
+            ValueError, match=r"refresh: rank 1 shards other.*found 4 units, wanted 3"
+        ):
+            fc.refresh(model)
+        if rank == 1:
+            del model.blocks[-1]
+        fc.refresh(model)
+        square(model, data(0, rank)).backward()
+
+    simulate_ranks(ranks)

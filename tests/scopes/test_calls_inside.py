@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdp_compose import fully_shard, gathered, undo
+from fsdp_compose import fully_shard, gathered, refresh, undo
 
-from harness import run_ranks
-from models import Tower, Twin
+from harness import run_ranks, simulate_ranks
+from models import Tower, Twin, by_block, data, seeded, square
 
 
 def shard_a_part(model: nn.Module) -> None:
@@ -63,3 +63,20 @@ def test_no_part_is_sharded_in_the_forward_of_its_unit() -> None:
         twin.train()
 
     run_ranks(ranks)
+
+
+def test_units_change_in_no_forward() -> None:
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+
+        def hook(module: nn.Module, args: Any) -> None:
+            for call in (undo, refresh):
+                with pytest.raises(RuntimeError, match="'Tower' is inside its forward or backward"):
+                    call(model)
+            with pytest.raises(RuntimeError, match=r"refresh: unit 'blocks.1' is inside its"):
+                refresh(module)
+
+        model.blocks[1].register_forward_pre_hook(hook)
+        square(model, data(0, rank)).backward()
+
+    simulate_ranks(ranks)
