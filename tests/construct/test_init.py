@@ -150,6 +150,9 @@ def test_broadcast_goes_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPa
         assert max(sizes) <= 100
         total = sum(t.numel() * t.element_size() for t in given)
         assert total / 100 <= len(sizes) <= 2 * total / 100 + 1
+        before = here.traffic.control
+        initialise.broadcast_tensors([torch.ones(0)], mesh)
+        assert here.traffic.control == before
         sizes.clear()
         fully_shard(unlike(rank), init="broadcast")
         return sizes
