@@ -35,8 +35,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
 def _boxes(prefix: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if start == stop:
         return
-    if not shape:
-        yield Box(prefix, (1,) * len(prefix))
+    if not shape:  # a scalar, as what lies in the last dimension is a box of it
+        yield Box((), ())
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows

@@ -203,7 +203,7 @@ def _place(items: list[_Item], shard: int, world_size: int, spread: bool) -> lis
 def _next_start(end: int, numel: int, block: int, shard: int) -> int:
     """The first start from ``end`` on that cuts no block, or -1 when this shard size has none."""
     head = -end % shard
-    if block == 1 or numel <= head:
+    if numel <= head:
         return end
     if shard % block == 0:
         return end + head % block

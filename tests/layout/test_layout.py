@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_compose.base.parts import split_around
 from fsdp_compose.layout.boxes import Box, boxes
+from fsdp_compose.layout.matrix_work import whole_work
 from fsdp_compose.layout.planner import lcm_layout, plan_layout
 from fsdp_compose.layout.shards import ALIGN_BYTES, Extent, Granularity, Layout, Slice
 
@@ -205,6 +206,16 @@ def test_whole_tensors_are_packed_when_order_matters() -> None:
     # In the caller's order the 6s take a shard of 8 each; only pairing 6+2 and 4+4 fits 3 ranks.
     layout = plan_layout(named([(4,), (6,), (2,), (4,), (6,), (2,)], "tensor"), 8, 3)
     assert (layout.shard_numel, layout.padding) == (8, 0)
+
+
+def test_gaps_that_packing_leaves_are_used() -> None:
+    """From the first element of the buffer on, and the largest first where work is balanced."""
+    extents = [Extent("a", (9, 4), 3), Extent("b", (9, 5), "tensor"), Extent("c", (2, 7), "tensor")]
+    assert plan_layout(extents, 16, 2).shard_numel == 48
+    kinds: list[tuple[Shape, Granularity]] = [((9, 7), "row"), ((12, 3), "tensor"), ((9, 9), 3)]
+    kinds += [((6, 1), "tensor")]
+    layout = plan_layout([Extent("p", *kind) for kind in kinds], 4, 5)
+    assert layout.shard_numel == 44 and max(whole_work(layout)) == 12 * 3 * 3
 
 
 def test_a_larger_shard_can_be_infeasible() -> None:
