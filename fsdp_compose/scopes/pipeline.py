@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from fsdp_compose.base.arguments import describe_value
+from fsdp_compose.base.torch_private import made_at, next_node_number
 from fsdp_compose.core.guards.microbatches import refuse_postponing
 from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
 from fsdp_compose.core.guards.units import require_units
@@ -26,6 +27,7 @@ class Stage(Protocol):
     """What is used of a ``PipelineStage``."""
 
     submod: nn.Module
+    clear_runtime_states: Callable[[], None]
     backward_maybe_with_nosync: Callable[..., Any]
     perform_reduce_grad: Callable[[int], None]
 
@@ -62,7 +64,8 @@ def pipeline_stage(stage: StageT) -> StageT:
         TypeError: ``stage`` is something else, such as the module itself.
         RuntimeError: in ``schedule.step()``: inside ``no_sync`` or another scope that postpones
             reductions, or with gradients of an earlier step still in ``.grad``, if the schedule
-            divides gradients, which would then be divided never or twice.
+            divides gradients, which would then be divided never or twice; or after a step that
+            failed, of whose losses torch's schedules go on: make a new schedule.
 
     Example:
         >>> from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -84,9 +87,15 @@ def pipeline_stage(stage: StageT) -> StageT:
         )
     require_units(stage.submod, "pipeline_stage", advice="Shard the stage's module first.")
     refuse_postponing(iter_units(stage.submod), "pipeline_stage")
-    run, finish = stage.backward_maybe_with_nosync, stage.perform_reduce_grad
+    start, finish = stage.clear_runtime_states, stage.perform_reduce_grad
+    run = stage.backward_maybe_with_nosync
     held: list[str] = []  # what had a gradient before the step that runs
-    is_first = True  # of the step's backwards
+    is_first, begun = True, 0  # of the step's backwards; its first autograd node
+
+    def clear() -> None:
+        nonlocal is_first, begun
+        is_first, begun = True, next_node_number()  # also after a step that failed
+        start()
 
     def backward(kind: str, kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         nonlocal is_first
@@ -96,6 +105,8 @@ def pipeline_stage(stage: StageT) -> StageT:
             held[:] = [n for n, p in stage.submod.named_parameters() if p.grad is not None][:1]
         if kind == "weight":
             return (), None  # done in the backward for the inputs
+        if kwargs["output_grads"] is None:
+            _check_loss(kwargs["stage_output"], begun)
         if kind == "full" and last_backward:
             return run(kind, kwargs, last_backward=True)
         if kind == "input" and kwargs["output_grads"] is None:
@@ -105,8 +116,6 @@ def pipeline_stage(stage: StageT) -> StageT:
         return grads, []
 
     def reduce(scale: int) -> None:
-        nonlocal is_first
-        is_first = True
         if scale != 1:
             _check_scaling(stage.submod, held)
         units = list(iter_units(stage.submod))
@@ -117,9 +126,21 @@ def pipeline_stage(stage: StageT) -> StageT:
                 unit.engine.schedule.drop(unit, Hold.KEPT)
         finish(scale)
 
+    stage.clear_runtime_states = clear
     stage.backward_maybe_with_nosync = backward
     stage.perform_reduce_grad = reduce
     return stage
+
+
+def _check_loss(loss: Any, begun: int) -> None:
+    """Raise where the loss, or a tuple of one, is of a step before that with node ``begun``."""
+    node = (loss[0] if isinstance(loss, tuple | list) else loss).grad_fn
+    if node is not None and made_at(node) < begun:
+        raise RuntimeError(
+            "pipeline_stage: the schedule gave a loss of an earlier schedule.step(), which ended "
+            "with an error: torch's schedules keep such losses, and gradients would be of that "
+            "step's batch. Make a new schedule, over the same stages, after a step that failed."
+        )
 
 
 def _check_scaling(module: nn.Module, held: list[str]) -> None:

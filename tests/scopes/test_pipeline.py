@@ -37,7 +37,7 @@ from fsdp_compose import (
     skippable_step,
 )
 
-from harness import TORCH, rank_errors, run_ranks
+from harness import TORCH, rank_errors, run_ranks, simulate_ranks
 from models import (
     WIDTH,
     Block,
@@ -356,6 +356,46 @@ def test_gradients_divided_wrongly_are_an_error(scope: str) -> None:
     for error in rank_errors(ranks, 4):
         assert error is not None and error.startswith("RuntimeError") and wanted in error
         assert "scale_grads=False" in error
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_gradients_found_after_a_failed_step(earlier: bool) -> None:
+    """A step looks at those before it, not at those before the one that failed.
+
+    It is of another schedule: torch's would go on with losses of the one that failed.
+    """
+
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+        part = by_block(seeded(Part), mesh=mesh["dp"])
+        stage = PipelineStage(part, 0, 1, torch.device("cpu"), group=mesh.get_group("pp"))
+        failures = [TypeError]
+
+        def failing(output: Tensor, target: Tensor) -> Tensor:
+            if failures and pending_gradients(part):  # after the first microbatch's backward
+                raise failures.pop()
+            return loss_of(output, target)
+
+        pipeline_stage(stage)
+        x, gradients = data(0, rank, BATCH, WIDTH), lambda: loss_of(part(x), x).backward()
+        if earlier:
+            gradients()
+        failed = Schedule1F1B(stage, 2, loss_fn=failing)
+        with pytest.raises(TypeError):
+            failed.step(x, target=x)
+        part.zero_grad()
+        if not earlier:
+            gradients()
+        with pytest.raises(RuntimeError, match=r"a loss of an earlier schedule.step\(\)"):
+            failed.step(x, target=x)
+        try:
+            Schedule1F1B(stage, 2, loss_fn=failing).step(x, target=x)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for error in simulate_ranks(ranks):
+        assert error.count("had a gradient before schedule.step()") == (not earlier)
 
 
 def test_steps_accumulate_where_the_loss_is_divided() -> None:
