@@ -129,14 +129,12 @@ def _save(
     check_names("save_checkpoint", module, group, everywhere=False)
     stages = find_stages("save_checkpoint", module, group, saves=True)
     claim_folder("save_checkpoint", path, group)
-    found: NamedState | None = None
     call = describe_call("save_checkpoint", path=path, asynchronous=asynchronous, checksum=checksum)
     stages.agree(describe_call("save_checkpoint", has_optim=optim is not None))
     with SharedErrors(group, facts=call):
         compare_records(units_holding(module), "save_checkpoint")
         require_all_written(units_holding(module))
         found = None if optim is None else read_optim(module, optim)
-    state: dict[str, Any] = {}
     with SharedErrors(group):
         if found is not None:
             found.agree("save_checkpoint", groups_of(module))
@@ -290,7 +288,6 @@ def _load(
     group: Group,
 ) -> Any:
     stages = find_stages("load_checkpoint", module, group, saves=False)
-    call = ""
     with SharedErrors(group):
         require_released("load_checkpoint", module)
         metadata, total = read_metadata(root)

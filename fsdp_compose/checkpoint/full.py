@@ -113,9 +113,6 @@ def _save(
             "the whole model would lack what other ranks alone have. save_checkpoint saves all."
         )
     claim_folder("save_full", root, group)
-    values: dict[str, Any] = {}
-    outlines: dict[str, Outline] = {}
-    files: list[list[PlannedFile]] = []
     call = describe_call(
         "save_full", path=root, format=file_format.suffix, max_file_bytes=max_bytes, dtype=dtype
     )
@@ -313,7 +310,6 @@ def _load(
     group: Group,
 ) -> IncompatibleKeys:
     stages = find_stages("load_full", module, group, saves=False)
-    call = ""
     with SharedErrors(group):
         require_released("load_full", module)
         found = find_stored(path, file_format)
@@ -331,14 +327,12 @@ def _load(
         }
         chosen = choose_stored(path, contents, outlines, strict, stages)
         first = _read_chosen(chosen, stored, contents, frozenset())
-    left_out = chosen.left_out
 
     def read(whole: frozenset[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return _read_chosen(chosen, stored, contents, whole) if whole else first
 
     with SharedErrors(group):
-        left_out = write_from_files(contents, read, left_out, strict)
-    return left_out
+        return write_from_files(contents, read, chosen.left_out, strict)
 
 
 def _read_chosen(

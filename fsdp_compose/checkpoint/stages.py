@@ -193,7 +193,6 @@ def _find_first_holders(
 
 def _compare_stages(what: str, module: nn.Module, stages: Stages, saves: bool) -> Stages:
     """Find which names other stages have, and check what several have; as of ``find_stages``."""
-    values: dict[str, Any] = {}
     with SharedErrors(stages.group):
         values = contents_of(module).values
     by_stage = stages.gather(list(values))

@@ -253,7 +253,6 @@ def _check_alone(extra: Mapping[str, Any], before: Mapping[str, Any]) -> None:
 def _collect_on_all(module: nn.Module, optim: OptimLike) -> NamedState:
     """Read and merge state so that every rank has the same, or every rank raises; a collective."""
     groups = meet_in("optim_state_dict", module)
-    holdings: list[_Holding] = []
     with SharedErrors(*groups, what="optim_state_dict"):
         holdings = _read_holdings(module, optim)
     # Where a slice is short its shape does not tell of rows; then another rank's does.
@@ -263,7 +262,6 @@ def _collect_on_all(module: nn.Module, optim: OptimLike) -> NamedState:
             for theirs in gather_objects(rows_here, group, "optim_state_dict"):
                 for holding, rows in zip(holdings, theirs, strict=False):
                     holding.rows |= rows
-    found = NamedState({})
     with SharedErrors(*groups, what="optim_state_dict"):
         found = _collect(holdings)
     state = found.result["state"]

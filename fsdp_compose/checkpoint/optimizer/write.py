@@ -119,13 +119,11 @@ def load_optim_state_dict(
     check_module("load_optim_state_dict", module)
     check_flags("load_optim_state_dict", broadcast_from_rank0=broadcast_from_rank0)
     groups = meet_in("load_optim_state_dict", module)
-    targets: Targets = []
     with SharedErrors(*groups, what="load_optim_state_dict"):
         require_released("load_optim_state_dict", module)
         targets = list_members(module, optim)
     if broadcast_from_rank0:
         state_dict = _broadcast_state(module, state_dict, targets)
-    given: dict[str, Any] = {}
     with SharedErrors(*groups, what="load_optim_state_dict"):
         given = _name_parameters(module, targets, state_dict)
     parts, caller = parts_of(targets), "load_optim_state_dict"
@@ -473,14 +471,12 @@ def _broadcast_state(module: nn.Module, state_dict: Any, targets: Targets) -> di
     if not groups:
         return dict(state_dict)
     first = all(group.rank == 0 for group in groups)
-    given: Any = None
     call = "load_optim_state_dict(broadcast_from_rank0=True)"
     refuse_broadcast(call, module, groups)
     with SharedErrors(*groups, what=call):
-        given = _name_parameters(module, targets, state_dict) if first else None
-    frame = broadcast_object(
-        {k: v for k, v in given.items() if k != "state"} if first else None, groups, call
-    )
+        empty: dict[str, Any] = {"state": {}}
+        given = _name_parameters(module, targets, state_dict) if first else empty
+    frame = broadcast_object({k: v for k, v in given.items() if k != "state"}, groups, call)
     parts = parts_of(targets)
 
     def target_of(name: str) -> Any:
@@ -489,9 +485,7 @@ def _broadcast_state(module: nn.Module, state_dict: Any, targets: Targets) -> di
             return None
         return part.entry.param
 
-    flat = (
-        {f"{n}\0{k}": v for n, vs in given["state"].items() for k, v in vs.items()} if first else {}
-    )
+    flat = {f"{n}\0{k}": v for n, vs in given["state"].items() for k, v in vs.items()}
     state: dict[str, dict[str, Any]] = {}
     device, caller = device_of(module), "load_optim_state_dict"
     for path, value in broadcast_state(caller, flat, groups, target_of, device).items():
