@@ -309,11 +309,6 @@ def json_of(path: Path) -> dict[str, Any]:
     return value
 
 
-def describe_failures(failures: Sequence[tuple[int, BaseException]]) -> str:
-    """One line that says what failed on each rank."""
-    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in failures)
-
-
 def write_checkpoint(state: dict[str, Any], writer: CommittingWriter, group: Group) -> None:
     """Write what this rank has of ``state``; the first rank plans who writes what, and commits.
 

@@ -14,7 +14,7 @@ import itertools
 import math
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -279,19 +279,16 @@ def _check_places(metadata: Metadata) -> None:
 
 def check_whole(path: Path, key: str, entry: TensorStorageMetadata) -> None:
     """Raise RuntimeError unless the pieces of a tensor are all of it, each element once."""
-    boxes = [tuple(zip(c.offsets, c.sizes, strict=True)) for c in entry.chunks]
-    if math.prod(entry.size) and not _tile(
-        [tuple((start, start + size) for start, size in box) for box in boxes if _is_full(box)],
-        entry.size,
-    ):
+    boxes = [
+        tuple((start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True))
+        for c in entry.chunks
+        if all(c.sizes)
+    ]
+    if math.prod(entry.size) and not _tile(boxes, entry.size):
         raise RuntimeError(
-            f"{path / METADATA}: damaged: the {len(boxes)} pieces of {key!r} are not the whole of "
-            f"its shape {tuple(entry.size)}: some are missing, or lie over each other."
+            f"{path / METADATA}: damaged: the {len(entry.chunks)} pieces of {key!r} are not the "
+            f"whole of its shape {tuple(entry.size)}: some are missing, or lie over each other."
         )
-
-
-def _is_full(box: Iterable[tuple[int, int]]) -> bool:
-    return all(size for _, size in box)
 
 
 def _tile(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compose.base.torch_private import load_checkpoint_plan
 from fsdp_compose.checkpoint.containers import OBJECTS, container_of, join_parts, read_place
-from fsdp_compose.checkpoint.files import METADATA, describe_failures
+from fsdp_compose.checkpoint.files import METADATA
 from fsdp_compose.checkpoint.metadata import CheckedReader, check_whole
 from fsdp_compose.checkpoint.optimizer.nested import is_by_key, join_keys, nested_key
 from fsdp_compose.checkpoint.plain_data import load_plain
@@ -238,10 +238,11 @@ class CheckpointSource:
         try:
             load_checkpoint_plan(self._wanted, reader, None, 0, True, _Planner())
         except CheckpointException as error:
-            failures = [(rank, wrapped[0]) for rank, wrapped in error.failures.items()]
-            raise RuntimeError(
-                f"{self.path}: could not be read: {describe_failures(failures)}"
-            ) from error
+            failures = [
+                f"rank {rank}: {type(found).__name__}: {found}"
+                for rank, (found, _) in error.failures.items()
+            ]
+            raise RuntimeError(f"{self.path}: could not be read: {'; '.join(failures)}") from error
         self.values.update(self._wanted)
         try:
             for key in self._wanted.keys() & self._pickled:

@@ -52,7 +52,7 @@ from fsdp_compose.comm.messages import SharedErrors, gather_objects
 from fsdp_compose.construct.names import parameter_names
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.state import owner_of
-from fsdp_compose.sharded import ShardSpec, as_own_file, is_sharded, tag, to_local
+from fsdp_compose.sharded import as_own_file, is_sharded, tag, to_local
 
 LAYOUTS = "_fsdp_compose_local"
 """The entry of ``kind="local"`` with what must be alike where it is loaded."""
@@ -319,15 +319,11 @@ def layout_of(parts: Mapping[str, Part]) -> dict[str, Any]:
             part.spec.offset,
             part.spec.shard_numel,
             part.owner,
-            *_find_place(part.spec),
+            *(() if part.spec.parallel is None else part.spec.parallel.key),
         )
         for name, part in parts.items()
         if part.spec is not None
     }
-
-
-def _find_place(spec: ShardSpec) -> tuple[object, ...]:
-    return () if spec.parallel is None else spec.parallel.key
 
 
 def _gather_full(module: nn.Module, found: NamedState, wanted: StateDictType) -> dict[str, Any]:
