@@ -156,13 +156,9 @@ def check_saved(module: nn.Module, targets: Targets, state_dict: Any) -> dict[st
     return given
 
 
+@torch.inference_mode(False)  # what is read for inference is for training too
 def write_optim(targets: Targets, given: Mapping[str, Any]) -> None:
-    """Write state that was checked, for training also where it is read for inference."""
-    with torch.inference_mode(False):
-        _write(targets, given)
-
-
-def _write(targets: Targets, given: Mapping[str, Any]) -> None:
+    """Write state that was checked."""
     given = {**given, "state": gather_state(parts_of(targets), given)}
     unused = iter([group for group in given["param_groups"] if not group["params"]])
     ready = [(one, _number_parameters(one, members, given, unused)) for one, members in targets]
