@@ -37,6 +37,7 @@ from fsdp_compose.checkpoint.files import CommittingWriter, write_checkpoint
 from fsdp_compose.checkpoint.load_hooks import write_from_files
 from fsdp_compose.checkpoint.metadata import manifests, read_metadata, unless_replaced, verify
 from fsdp_compose.checkpoint.model import state_dict
+from fsdp_compose.checkpoint.optimizer.agree import agree_on_state
 from fsdp_compose.checkpoint.optimizer.fit import is_elementwise
 from fsdp_compose.checkpoint.optimizer.members import (
     OptimLike,
@@ -137,7 +138,7 @@ def _save(
         found = None if optim is None else read_optim(module, optim)
     with SharedErrors(group):
         if found is not None:
-            found.agree("save_checkpoint", groups_of(module))
+            agree_on_state("save_checkpoint", found.result, found.parts, groups_of(module))
         state = _collect_state(module, found, extra, stages)
     groups = [] if found is None else found.result["param_groups"]
     state = join_states(state, groups, stages)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compose.base.arguments import check_module
-from fsdp_compose.base.group import Group
 from fsdp_compose.buckets.bucket import Bucket
 from fsdp_compose.checkpoint.contents import copy_tensor, gather_bucket, view_parameter
 from fsdp_compose.checkpoint.model import Kind, StateDictType, is_first
@@ -135,10 +134,6 @@ class NamedState:
 
     result: dict[str, Any]
     parts: dict[str, Part] = field(default_factory=dict)
-
-    def agree(self, caller: str, groups: Iterable[Group]) -> None:
-        """Raise on every rank where ranks hold other things; a collective."""
-        agree_on_state(caller, self.result, self.parts, groups)
 
 
 def _read_holdings(module: nn.Module, optim: OptimLike) -> list[_Holding]:
@@ -264,10 +259,10 @@ def _collect_on_all(module: nn.Module, optim: OptimLike) -> NamedState:
                     holding.rows |= rows
     with SharedErrors(*groups, what="optim_state_dict"):
         found = _collect(holdings)
-    state = found.result["state"]
-    found.agree("optim_state_dict", groups)
-    if any(part.owner is not None for part in found.parts.values()):
-        found.result["state"] = add_state_of_others("optim_state_dict", module, state, found.parts)
+    state, parts = found.result["state"], found.parts
+    agree_on_state("optim_state_dict", found.result, parts, groups)
+    if any(part.owner is not None for part in parts.values()):
+        found.result["state"] = add_state_of_others("optim_state_dict", module, state, parts)
     return found
 
 
