@@ -150,47 +150,42 @@ class CheckpointSource:
                 case ("param_groups", int(number), hyper):
                     groups.setdefault(number, {})[hyper] = key
                 case ("state", name, first, *rest):
-                    what = nested_key(first, rest)
                     outline = self.outline(key)
                     is_tensor = isinstance(outline, Tensor)
+                    what = nested_key(first, rest)
                     state.setdefault(name, {})[what] = outline if is_tensor else key
-                    if not is_tensor:
-                        self.want(key, None)
                 case (other,):
                     extra[other] = key
-        for key in (*(k for g in groups.values() for k in g.values()), *extra.values()):
-            self.want(key, None)
-        self.read()
+        self._fill([extra, *groups.values(), *state.values()])
         return {
-            **{name: self.values[key] for name, key in extra.items()},
+            **extra,
             "state": {
-                name: {
-                    key: of[key] if isinstance(of[key], Tensor) else self.values[of[key]]
-                    for key in sorted(of, key=lambda key: (key != "step", key))
-                }
+                name: {key: of[key] for key in sorted(of, key=lambda key: (key != "step", key))}
                 for name, of in state.items()
             },
-            "param_groups": [
-                {hyper: self.values[key] for hyper, key in groups[number].items()}
-                for number in sorted(groups)
-            ],
+            "param_groups": [groups[number] for number in sorted(groups)],
         }
+
+    def _fill(self, dicts: list[dict[Any, Any]]) -> None:
+        """Read what has the flat keys that are values of ``dicts``, and put it in their place."""
+        keys = [{n: k for n, k in each.items() if not isinstance(k, Tensor)} for each in dicts]
+        for key in (key for each in keys for key in each.values()):
+            self.want(key, None)
+        self.read()
+        for each, wanted in zip(dicts, keys, strict=True):
+            each.update((name, self.values[key]) for name, key in wanted.items())
 
     def _optimizer_by_key(self) -> dict[str, Any]:
         """Optimizer state that torch was told to flatten, with one key for each value."""
         prefixes = {path[:-1] for path in self.paths if is_by_key(path[-1:])}
         prefix = ("optim",) if ("optim",) in prefixes else min(prefixes)
-        keys = {path[-1]: key for path, key in self.below(prefix).items()}
-        outlines = {name: self.outline(key) for name, key in keys.items()}
-        found = {
-            name: outline
-            for name, outline in outlines.items()
-            if isinstance(outline, Tensor) and not is_by_key([name])
-        }
-        for name in keys.keys() - found.keys():
-            self.want(keys[name], None)
-        self.read()
-        return join_keys({name: found.get(name, self.values.get(keys[name])) for name in keys})
+        found: dict[Any, Any] = {}
+        for path, key in self.below(prefix).items():
+            outline = self.outline(key)
+            is_state = isinstance(outline, Tensor) and not is_by_key(path[-1:])
+            found[path[-1]] = outline if is_state else key
+        self._fill([found])
+        return join_keys(found)
 
     def want(self, key: str, like: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """Ask for a value, in host memory.
