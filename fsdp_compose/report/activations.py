@@ -187,5 +187,4 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: A
     width = value.shape[-1]
     if width > query.shape[-1]:  # what the kernel gives is as wide as the queries
         query = nn.functional.pad(query, (0, width - query.shape[-1]))
-    out: Tensor = fused_attention(query, key, value)[0]
-    return out[..., :width]
+    return fused_attention(query, key, value)[0][..., :width]

@@ -110,8 +110,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only."""
-        data: dict[str, Any] = plain(self)
-        return data
+        return plain(self)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

@@ -211,8 +211,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only."""
-        data: dict[str, Any] = plain(replace(self, moments=()))
-        return data
+        return plain(replace(self, moments=()))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

@@ -120,8 +120,7 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only."""
-        data: dict[str, Any] = plain(self)
-        return data
+        return plain(self)
 
     def to_chrome(self) -> dict[str, Any]:
         """The events as Chrome's trace format has them; a process per rank, a thread per lane."""
@@ -201,8 +200,7 @@ def _take_out(recorder: _Recorder, name: str) -> None:
 
 def _function_of(found: Any) -> Callable[..., Any]:
     """The function of a method of ``EngineWork``, which may be a static one."""
-    function: Callable[..., Any] = found.__func__ if isinstance(found, staticmethod) else found
-    return function
+    return found.__func__ if isinstance(found, staticmethod) else found
 
 
 class _Recorder:

@@ -124,8 +124,7 @@ def _join(unit: Unit, x: torch.Tensor | None, linked: list[torch.Tensor]) -> tor
         x = _make_zero(unit)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return x.view_as(x)  # not the caller's tensor, whose backward is not this unit's
-    joined: torch.Tensor = Join.apply(weakref.ref(unit), x, *linked)
-    return joined
+    return Join.apply(weakref.ref(unit), x, *linked)
 
 
 def passes_on(unit: Unit, module: nn.Module, inner: set[Unit]) -> bool:

@@ -442,8 +442,7 @@ class _State:
 
 def _data(grad: torch.Tensor) -> torch.Tensor:
     """The memory of a gradient on this rank."""
-    found: torch.Tensor = getattr(grad, "_local_tensor", grad)
-    return found
+    return getattr(grad, "_local_tensor", grad)
 
 
 def _copy(arriving: Arriving) -> Arriving:

@@ -144,5 +144,4 @@ def find_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     generators: Any = torch.get_device_module(device).default_generators
-    found: torch.Generator = generators[device.index]
-    return found
+    return generators[device.index]

@@ -194,8 +194,7 @@ class _Wrap(torch.autograd.Function):
 
 def like_dtensor(dtensor: DTensor, part: Tensor) -> DTensor:
     """A DTensor on the mesh and with the placements of ``dtensor``, around ``part``."""
-    found: DTensor = _around(part, dtensor_spec(dtensor))
-    return found
+    return _around(part, dtensor_spec(dtensor))
 
 
 def part_of(tensor: Tensor) -> Tensor:

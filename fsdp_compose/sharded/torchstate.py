@@ -131,8 +131,7 @@ class TorchState(_Base):
         found = value_under_load()
         if found is not None and not _checked.get():
             check_loaded(self._shard_spec, *found)
-        dtype: torch.dtype = self.dtype
-        return dtype.is_floating_point
+        return self.dtype.is_floating_point
 
     @property
     def device_mesh(self) -> Any:

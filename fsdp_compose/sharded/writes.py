@@ -119,8 +119,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _spec_of(value: Any) -> ShardSpec | None:
-    spec: ShardSpec | None = getattr(value, "_shard_spec", None)
-    return spec
+    return getattr(value, "_shard_spec", None)
 
 
 def crc_of(tensor: Tensor) -> int:

@@ -81,8 +81,7 @@ def _read_state(state_dict: Any) -> Mapping[str, Any]:
             f"rekey_optim_state_dict: state_dict {found}; wanted a dictionary with 'state' and "
             "'param_groups', each group with 'params', as optim_state_dict gives."
         )
-    found_state: Mapping[str, Any] = state_dict
-    return found_state
+    return state_dict
 
 
 def has_numbers(state_dict: Mapping[str, Any]) -> bool:
