@@ -45,11 +45,12 @@ class Source:
 
     Attributes:
         bucket: gives None where the bucket is gone, and for a copy of the parameter.
+        entry: gives None of a bucket's shard, too.
         nodes: at which autograd adds to the sharded gradients; kept, as they are watched.
     """
 
     bucket: Callable[[], Bucket | None]
-    entry: weakref.ref[Entry] | None
+    entry: Callable[[], Entry | None]
     nodes: list[Any]
 
     def __reduce__(self) -> Any:
@@ -66,15 +67,15 @@ class _Copy:
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
         plain: Any = self.plain()
         copied: nn.Parameter = nn.Parameter.__deepcopy__(plain, memo)
-        copied.__dict__[_SOURCE_KEY] = Source(_no_bucket, None, [])
+        copied.__dict__[_SOURCE_KEY] = Source(_find_nothing, _find_nothing, [])
         return copied
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def _no_bucket() -> None:
-    return None
+def _find_nothing() -> None:
+    """What a parameter that stands for itself alone lies over."""
 
 
 _SOURCE_KEY = "_fsdp_compose_source"
@@ -152,9 +153,9 @@ class Mirror:
         if entry is not None:
             mark_entry(plain, entry)  # an empty slice has no storage to be recognised by
         _expect_gradient(plain, bucket)
-        key = None if entry is None else weakref.ref(entry)
         nodes = self._watch(bucket, entry, plain)
-        plain.__dict__[_SOURCE_KEY] = Source(self.bucket, key, nodes)
+        source = Source(self.bucket, _find_nothing if entry is None else weakref.ref(entry), nodes)
+        plain.__dict__[_SOURCE_KEY] = source
         plain.__dict__["__deepcopy__"] = _Copy(weakref.ref(plain))
         self.plain[entry] = weakref.ref(plain, partial(_bury, weakref.ref(self), entry))
         self.share_gradients()
@@ -187,7 +188,7 @@ class Mirror:
                 source.nodes[:] = [n for n in source.nodes if id(n.variable) not in gone]
         for ref in filter(None, [self.plain.pop(entry, None) for entry in entries]):
             if (lost := ref()) is not None:
-                lost.__dict__[_SOURCE_KEY] = Source(_no_bucket, None, [])
+                lost.__dict__[_SOURCE_KEY] = Source(_find_nothing, _find_nothing, [])
                 self.has_lost = True
 
     def share_gradients(
@@ -318,7 +319,7 @@ def leaves_of(param: torch.Tensor) -> Sequence[Any]:
     bucket = None if source is None else source.bucket()
     if source is None or bucket is None:
         return [param]
-    entry = None if source.entry is None else source.entry()
+    entry = source.entry()
     return bucket.views.params if entry is None else [entry.param]
 
 

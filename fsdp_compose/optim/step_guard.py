@@ -149,8 +149,7 @@ def _list_entries(param: nn.Parameter) -> Sequence[Entry]:
     bucket, source = bucket_of(param), source_of(param)
     if bucket is None:
         return []
-    ref = None if source is None else source.entry
-    entry = entry_of(param) if source is None else None if ref is None else ref()
+    entry = entry_of(param) if source is None else source.entry()
     return bucket.entries if entry is None else [entry]
 
 

@@ -251,10 +251,10 @@ def test_source_tells_what_a_parameter_stands_for() -> None:
     model = by_block(seeded(Tower))
     bucket = units(model)[0].buckets[0]
     source = source_of(flat_parameters(model)[0])
-    assert source is not None and source.bucket() is bucket and source.entry is None
+    assert source is not None and source.bucket() is bucket and source.entry() is None
     source = source_of(named_local_parameters(model)["first.bias"])
-    assert source is not None and source.entry is not None
-    assert source.entry().param is model.first.bias
+    entry = None if source is None else source.entry()
+    assert entry is not None and entry.param is model.first.bias
     assert source_of(model.first.bias) is None
 
 

@@ -126,7 +126,7 @@ def _check_raw(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> 
         source = source_of(param)
         if source is None:
             continue
-        entry = None if source.entry is None else source.entry()
+        entry = source.entry()
         whole = None if entry is None else entry.spec.whole_shape
         for key, value in state.get(id(param), {}).items():
             if not isinstance(value, Tensor) or not value.ndim or value.shape == param.shape:
@@ -179,7 +179,7 @@ def _describe_slices(params: Iterable[Any]) -> str | None:
         bucket = None if source is None else source.bucket()
         if source is None or bucket is None:
             continue
-        entry = None if source.entry is None else source.entry()
+        entry = source.entry()
         found.append([_place_of(one) for one in (bucket.entries if entry is None else (entry,))])
     return f"{zlib.crc32(repr(found).encode()):08x}" if found else None
 
