@@ -157,12 +157,12 @@ class Mirror:
         source = Source(self.bucket, _find_nothing if entry is None else weakref.ref(entry), nodes)
         plain.__dict__[_SOURCE_KEY] = source
         plain.__dict__["__deepcopy__"] = _Copy(weakref.ref(plain))
-        self.plain[entry] = weakref.ref(plain, partial(_bury, weakref.ref(self), entry))
+        self.plain[entry] = weakref.ref(plain, partial(_forget_plain, weakref.ref(self), entry))
         self.share_gradients()
         return plain
 
     def _watch(self, bucket: Bucket, entry: Entry | None, plain: nn.Parameter) -> list[Any]:
-        """Settle before autograd itself adds to a gradient, as for a penalty on the weights."""
+        """Share gradients before autograd itself adds to one, as for a penalty on the weights."""
         share, nodes = partial(_share_first, weakref.ref(self)), []
         entries = bucket.entries if entry is None else [entry]
         with raw(), torch.inference_mode(False), torch.enable_grad():
@@ -268,8 +268,8 @@ class Mirror:
             plain.data = now
         _expect_gradient(plain, bucket)
 
-    def bury(self, entry: Entry | None) -> None:
-        """Clear gradients that were cleared through a plain parameter, which is gone now."""
+    def forget_plain(self, entry: Entry | None) -> None:
+        """Forget a plain parameter that is gone; what was cleared through it is cleared."""
         del self.plain[entry]
         bucket, note = self.bucket(), self.noted_plain.pop(entry, None)
         if bucket is None or note is None or note() is not None:
@@ -324,6 +324,7 @@ def leaves_of(param: torch.Tensor) -> Sequence[Any]:
 
 
 def _share_first(mirror: weakref.ref[Mirror], _: Any) -> None:
+    """Share gradients; called by autograd before it adds to one."""
     found = mirror()
     if found is not None:
         found.share_gradients()
@@ -336,10 +337,10 @@ def _refuse_arrival(refusal: Callable[[], str], _: Any) -> None:
     raise RuntimeError(refusal())
 
 
-def _bury(mirror: weakref.ref[Mirror], entry: Entry | None, _: Any) -> None:
+def _forget_plain(mirror: weakref.ref[Mirror], entry: Entry | None, _: Any) -> None:
     found = mirror()
     if found is not None:
-        found.bury(entry)
+        found.forget_plain(entry)
 
 
 def _note(grad: Grad, gone: list[object]) -> Note:
