@@ -191,10 +191,7 @@ class ShardSpec:
     @property
     def is_declared_part(self) -> bool:
         """Whether ``declare_tensor_parallel`` said that other ranks hold the rest of it."""
-        parallel = None if self.reads_whole else self.parallel
-        return parallel is not None and any(
-            axis.dim is not None and axis.group.size > 1 for axis in parallel.axes
-        )
+        return bool(self._splits) and not self.reads_whole
 
     @property
     def is_dtensor(self) -> bool:
