@@ -348,8 +348,8 @@ def _all_close(*args: Any, **kwargs: Any) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
 
 
-def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].shape == args[1].shape
+def _same_size(input: Any, other: Any) -> bool:
+    return input.shape == other.shape
 
 
 def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -397,22 +397,16 @@ def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return func(*args, **kwargs)
 
 
-def _method(name: str) -> Callable[..., Any]:
-    """Return a handler that calls the method ``name`` of a sharded tensor."""
-    mine = getattr(ShardedTensor, name)
-    return lambda func, args, kwargs: mine(*args, **kwargs)
-
-
-def _compose(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a handler that calls what takes the arguments of torch's function."""
+def _call_instead(call: Callable[..., Any]) -> Handler:
+    """A handler that calls what takes the arguments of torch's function."""
     return lambda func, args, kwargs: call(*args, **kwargs)
 
 
-def _getter(name: str) -> Callable[..., Any]:
+def _getter(name: str) -> Handler:
     return lambda func, args, kwargs: getattr(args[0], name)
 
 
-def _setter(name: str) -> Callable[..., Any]:
+def _setter(name: str) -> Handler:
     return lambda func, args, kwargs: setattr(args[0], name, args[1])
 
 
@@ -438,10 +432,10 @@ _handle(ops.LOSSES, _loss)
 _handle(ops.functions("where", torch, Tensor), _where)
 _handle(ops.functions("__setitem__", Tensor), _set_item)
 _handle(ops.functions("dot inner vdot", torch, Tensor), _dot)
-_handle(ops.functions("dist", torch, Tensor), _compose(_dist))
-_handle(ops.functions("equal", torch, Tensor), _compose(_equal))
-_handle(ops.functions("allclose", torch, Tensor), _compose(_all_close))
-_handle(ops.functions("is_same_size", torch, Tensor), _same_size)
+_handle(ops.functions("dist", torch, Tensor), _call_instead(_dist))
+_handle(ops.functions("equal", torch, Tensor), _call_instead(_equal))
+_handle(ops.functions("allclose", torch, Tensor), _call_instead(_all_close))
+_handle(ops.functions("is_same_size", torch, Tensor), _call_instead(_same_size))
 _handle(
     ops.functions("__bool__ __complex__ __float__ __index__ __int__ is_nonzero item", Tensor), _item
 )
@@ -457,12 +451,12 @@ _handle(ops.functions("detach_", torch, Tensor), views.detach_in_place)
 _handle(ops.functions("__getitem__", Tensor), views.take_run)
 _handle(ops.functions("view_as_real", torch), views.view_as_real)
 _handle([torch.nn.init.constant_], _constant)
-_handle(ops.functions("dense_dim", Tensor), _method("dim"))
+_handle(ops.functions("dense_dim", Tensor), _call_instead(ShardedTensor.dim))
 for _name in (
     "__format__ __len__ __reduce_ex__ __repr__ dim is_contiguous ndimension nelement numel "
     "register_hook register_post_accumulate_grad_hook requires_grad_ size stride"
 ).split():
-    _handle(ops.functions(_name, torch, Tensor), _method(_name))
+    _handle(ops.functions(_name, torch, Tensor), _call_instead(getattr(ShardedTensor, _name)))
 for _name in "data grad nbytes ndim shape".split():
     _handle(ops.getters(_name), _getter(_name))
 for _name in "data grad requires_grad".split():
