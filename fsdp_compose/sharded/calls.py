@@ -8,7 +8,7 @@ Everything else raises ShardedWeightError. The tables are in ops.py and reduce.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,23 +157,29 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     return _foreach_mixed(func, args, kwargs)
     except AttributeError:
         return _foreach_mixed(func, args, kwargs)
+    return _call_lists(func, args, kwargs, specs, (args, kwargs))
+
+
+def _call_lists(
+    func: Any, args: Any, kwargs: Any, specs: Sequence[ShardSpec | None] | None, given: Any
+) -> Any:
+    """Call a function over lists of slices, note what it wrote, and tag what it returns.
+
+    Args:
+        specs: of what it returns; None for a plain tensor.
+        given: its arguments before plain tensors among them were cut.
+    """
     out = call_slices(func, args, kwargs)
     if func in ops.FUSED:
-        _count_write(args[0] if args else kwargs["self"])
+        with raw():  # torch does not count what a fused kernel wrote, and kept units look at it
+            increment_version(args[0] if args else kwargs["self"])
     elif func in ops.FOREACH_IN_PLACE:
-        note_lists(func, args, kwargs)
+        note_lists(func, *given)
     if out is not None and specs is not None:
-        result: Any
         for result, spec in zip(out, specs, strict=True):
-            if type(result) is Tensor:
+            if spec is not None and type(result) is Tensor:
                 tag(result, spec)
     return out
-
-
-def _count_write(tensors: list[Tensor]) -> None:
-    """Count what a fused kernel wrote, which torch does not: kept units look at the count."""
-    with raw():
-        increment_version(tensors)
 
 
 def _is_list(value: Any) -> bool:
@@ -208,18 +214,9 @@ def _foreach_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             ):
                 refuse_target(func, items[i], spec)
             items[i] = cut_operand(func, items[i], spec)
-    given = args, kwargs
-    args = tuple(lists.get(i, value) for i, value in enumerate(args))
-    out = call_slices(func, args, {k: lists.get(k, value) for k, value in kwargs.items()})
-    if func in ops.FUSED:
-        _count_write(lists[first])
-    elif func in ops.FOREACH_IN_PLACE:
-        note_lists(func, *given)
-    if out is not None:
-        for tensor, spec in zip(out, specs, strict=True):
-            if spec is not None and type(tensor) is Tensor:
-                tag(tensor, spec)
-    return out
+    cut = tuple(lists.get(i, value) for i, value in enumerate(args))
+    named = {k: lists.get(k, value) for k, value in kwargs.items()}
+    return _call_lists(func, cut, named, specs, (args, kwargs))
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
