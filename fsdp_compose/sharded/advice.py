@@ -307,23 +307,23 @@ def advise_call(func: Callable[..., Any], spec: object, unit: str, is_copy: bool
         owner, name = _self_of(frame), frame.f_code.co_name
         if isinstance(owner, Optimizer) and not in_forward:
             return _in_optimizer(type(owner).__name__)
+        if not isinstance(owner, nn.Module):
+            continue
         if isinstance(owner, GraphModule) and func not in MEMORY:
             return GRAPH
-        if isinstance(owner, nn.Module):
-            in_forward = True  # an optimizer's closure may have called it
+        in_forward = True  # an optimizer's closure may have called it
         if is_copy or func in MEMORY:
             continue
-        if isinstance(owner, nn.Module) and name == "_call_impl":
-            if inner is not owner and _heads(owner, unit):
-                return LISTED if _is_shown(unit) else HOOKED
-        elif isinstance(owner, nn.Module):
+        if name != "_call_impl":
             inner = owner
-        if isinstance(owner, nn.Module) and _runs_no_hooks(frame, owner) and _heads(owner, unit):
+        elif inner is not owner and _heads(owner, unit):
+            return LISTED if _is_shown(unit) else HOOKED
+        if _runs_no_hooks(frame, owner) and _heads(owner, unit):
             text = FORWARD if type(owner).__call__ is nn.Module.__call__ else CALLED
             return text.format(kind=type(owner).__name__)
-        if isinstance(owner, nn.Module) and name == "forward" and _is_part(owner, spec, unit):
+        if name == "forward" and _is_part(owner, spec, unit):
             part = owner
-        if isinstance(owner, nn.Module) and _is_own_method(owner, name) and _has(owner, spec):
+        if _is_own_method(owner, name) and _has(owner, spec):
             if _is_shown(unit):
                 return LISTED
             return GENERATOR if frame.f_code.co_flags & _LAZY else _in_method(owner, name, unit)
