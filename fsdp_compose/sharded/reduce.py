@@ -85,8 +85,6 @@ def average_over_replicas(
 def _across(partial: Tensor, op: str, spec: ShardSpec, what: str = "") -> Tensor:
     """Combine one number (or vector) per rank; ``what`` names the numbers, by default ``op``."""
     purpose = f"take the {what or op} of {spec.fqn!r}"
-    if spec.parallel is None:
-        return _over(partial, op, spec.group, purpose)
     for group in spec.groups:
         partial = _over(partial, op, group, purpose)
     return partial
@@ -135,7 +133,7 @@ def _wide(local: Tensor) -> Tensor:
 
 def _plain(dim: Any, keepdim: bool) -> bool:
     """Whether a reduction is over all elements."""
-    return (dim is None or dim == () or dim == []) and not keepdim
+    return dim in (None, (), []) and not keepdim
 
 
 def _over_all(reduce: Callable[[Tensor, ShardSpec], Tensor]) -> Reduction:
