@@ -51,13 +51,8 @@ class Advice:
     paste: str
 
     def __str__(self) -> str:
-        found = [f"{size(self.saved_bytes)} less at the peak"] if self.saved_bytes > 0 else []
-        if self.saved_bytes < 0:
-            found.append(f"{size(-self.saved_bytes)} more at the peak")
-        if self.saved_traffic > 0:
-            found.append(f"{size(self.saved_traffic)} less to move in a step")
-        if self.saved_traffic < 0:
-            found.append(f"{size(-self.saved_traffic)} more to move in a step")
+        saved = ((self.saved_bytes, "at the peak"), (self.saved_traffic, "to move in a step"))
+        found = [f"{size(abs(n))} {'less' if n > 0 else 'more'} {what}" for n, what in saved if n]
         if self.saved_collectives > 0:
             found.append(f"{plural(self.saved_collectives, 'collective')} less")
         return f"{self.text}: {', '.join(found)}\n{self.paste}"
