@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_kind, check_path
 from fsdp_compose.report.buckets import PlannedBucket
-from fsdp_compose.report.figures import Plan, PlannedUnit
+from fsdp_compose.report.figures import Plan
 from fsdp_compose.report.plan import plan as plan_of
 from fsdp_compose.report.schedule import Peak, PlannedMoment
 from fsdp_compose.report.text import plural, shorten_name, size
@@ -273,10 +273,9 @@ def _draw_bucket(axes: Any, run: Sequence[PlannedBucket]) -> None:
     axes.set_xticks([])
     for side in axes.spines.values():
         side.set_visible(False)
-    alike = f" and {len(run) - 1} alike" if len(run) > 1 else ""
     of = f", padding {bucket.padding}" if bucket.padding else ""
     each = f", a color for each {bucket.ranks / shown:.3g} ranks" if shown < bucket.ranks else ""
-    title = f"{shorten_name(bucket.unit, 50)}{alike}: {bucket.numel:,} elements{of}{each}"
+    title = f"{_name_run(bucket.unit, 50, run)}: {bucket.numel:,} elements{of}{each}"
     axes.set_title(title, fontsize="small", loc="left", pad=2)
 
 
@@ -328,7 +327,7 @@ def plot_plan(plan: Plan, path: str | PathLike[str], measured: Timeline | None =
     upper, lower = figure.subplots(2, 1, height_ratios=[max(len(runs), 2), 2 + rows / 2])
     _bars(
         upper,
-        [_run_name(run) for run in runs],
+        [_name_run(run[0].name, 28, run) for run in runs],
         {
             "shards": [run[0].shard_bytes for run in runs],
             "gathered": [run[0].full_bytes for run in runs],
@@ -374,9 +373,10 @@ def _peaks(plan: Plan, measured: Timeline | None) -> tuple[list[str], dict[str, 
     return labels, {name: [row[name] for row in rows] for name in names}
 
 
-def _run_name(run: Sequence[PlannedUnit]) -> str:
+def _name_run(name: str, width: int, run: Sequence[object]) -> str:
+    """A name in at most ``width`` columns, and how many others it stands for."""
     alike = f" and {len(run) - 1} alike" if len(run) > 1 else ""
-    return f"{shorten_name(run[0].name, 28)}{alike}"
+    return f"{shorten_name(name, width)}{alike}"
 
 
 def _fold(items: Iterable[Any], key: Any) -> list[list[Any]]:
