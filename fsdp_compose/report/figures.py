@@ -227,7 +227,7 @@ _GLOSSARY = (
 
 
 def _text(plan: Plan) -> str:
-    ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
+    ranks = plural(plan.ranks, "rank")
     if plan.replicas > 1:
         ranks = f"{plan.replicas} replicas of {ranks}"
     title = (

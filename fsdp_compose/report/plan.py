@@ -326,7 +326,7 @@ def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int
 
 
 def _unit(record: Record, survey: Survey, step: Step) -> PlannedUnit:
-    outermost = any(event.leaves and event.outermost for event in survey.events_of(record))
+    outermost = any(e.record is record and e.leaves and e.outermost for e in survey.events)
     own = [survey.buckets[i] for i in record.held]
     return PlannedUnit(
         name=record.name,

@@ -162,9 +162,6 @@ class Survey:
                 active.pop()
         return found
 
-    def events_of(self, record: Record) -> list[Event]:
-        return [event for event in self.events if event.record is record]
-
 
 def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
     """Describe a module that is sharded."""
