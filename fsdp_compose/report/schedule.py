@@ -164,24 +164,25 @@ class _Ledger:
         for i in node.record.gathered:
             self.holders[i].add(id(node))
             if not self.is_full[i]:
-                self.is_full[i], self.kept_in[i] = True, None
-                staged = self._staged_bytes(i)
-                self.change(gathered=self._gathered_bytes(i) + staged)
-                self.change(gathered=-staged)
-                self._count_gather(i)
-                if self.buckets[i].device_copy:
-                    self.refreshed.add(i)
-                if self._is_encoded(i):
-                    self.is_encoded[i] = True
-                    own = self.buckets[i].encoded_bytes or 0  # before it is in its place
-                    self.change(encoded=self.buckets[i].encoded_buffer_bytes + own)
-                    self.change(encoded=-own)
-                    if not self.buckets[i].point_to_point:
-                        self._decode(i)  # at once, in the order of the stream
+                self._gather_bucket(i)
 
-    def _staged_bytes(self, i: int) -> int:
-        """What is there while a shard from the host is cast, unless there is a copy of it."""
-        return 0 if i in self.refreshed else self.buckets[i].staged_bytes
+    def _gather_bucket(self, i: int) -> None:
+        bucket = self.buckets[i]
+        self.is_full[i], self.kept_in[i] = True, None
+        # A shard from the host is staged while it is cast, unless there is a copy of it.
+        staged = 0 if i in self.refreshed else bucket.staged_bytes
+        self.change(gathered=self._gathered_bytes(i) + staged)
+        self.change(gathered=-staged)
+        self._count_gather(i)
+        if bucket.device_copy:
+            self.refreshed.add(i)
+        if self._is_encoded(i):
+            self.is_encoded[i] = True
+            own = bucket.encoded_bytes or 0  # before it is in its place
+            self.change(encoded=bucket.encoded_buffer_bytes + own)
+            self.change(encoded=-own)
+            if not bucket.point_to_point:
+                self._decode(i)  # at once, in the order of the stream
 
     def _gathered_bytes(self, i: int) -> int:
         """What gathering a bucket allocates."""
