@@ -52,7 +52,8 @@ class Own:
         self.world = get_world()
         self.torch_random = torch.get_rng_state()
         self.python_random = random.getstate()
-        self.numpy_generator = _numpy_generator()
+        numpy = sys.modules.get("numpy")
+        self.numpy_generator = None if numpy is None else numpy.random.get_bit_generator()
         self.filters = warnings.filters
         self.main = sys.modules.get("__main__")
         self.dtype = torch.get_default_dtype()
@@ -84,16 +85,6 @@ class Own:
 def _copy_dispatch() -> dict[str, Any] | None:
     now = get_dispatch()
     return None if now is None else {name: copy.copy(value) for name, value in now.items()}
-
-
-def _numpy_generator() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_bit_generator()
-
-
-def _legacy_generator(numpy: Any, seed: int) -> Any:
-    """What ``numpy.random.seed(seed)`` would make."""
-    return numpy.random.RandomState(seed % 2**32)._bit_generator
 
 
 def caller() -> Own:
@@ -128,6 +119,7 @@ def new_rank(rank: int, seed: int, clock: Clock, simulated: Any) -> Own:
     own.torch_random = torch.Generator().manual_seed(seed).get_state()
     own.python_random = random.Random(seed).getstate()
     if (numpy := sys.modules.get("numpy")) is not None:
-        own.numpy_generator = _legacy_generator(numpy, seed)
+        legacy: Any = numpy.random.RandomState(seed % 2**32)  # as ``numpy.random.seed`` makes
+        own.numpy_generator = legacy._bit_generator
     own.filters, own.dispatch = list(warnings.filters), _copy_dispatch()
     return own
