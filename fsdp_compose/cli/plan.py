@@ -8,6 +8,8 @@ import importlib.util
 import math
 import sys
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +160,7 @@ def _choose_units(model: nn.Module, wanted: list[str] | None) -> Policy | None:
         policies = [by_class(kinds[word]) if word in kinds else by_name(word) for word in wanted]
     except ValueError as error:
         raise UserError(f"--units: {error}") from error
-    joined = policies[0]
-    for policy in policies[1:]:
-        joined = joined | policy
-    return joined
+    return reduce(or_, policies)
 
 
 def _parse_world_size(text: str) -> int | tuple[int, int]:
