@@ -115,14 +115,9 @@ def _write_fish(commands: list[_Command]) -> str:
     lines = []
     for command in commands:
         words = command.path.split()
-        condition = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
-        condition = condition or "__fish_use_subcommand"
-        if command.path:
-            *above, name = words
-            before = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in above)
-            before = before or "__fish_use_subcommand"
-            text = f"-f -a {name} -d {quote(command.help)}"
-            lines.append(f"complete -c fsdp-compose -n {quote(before)} {text}")
+        if words:
+            text = f"-f -a {words[-1]} -d {quote(command.help)}"
+            lines.append(f"complete -c fsdp-compose -n {_write_condition(words[:-1])} {text}")
         for name, action in command.options.items():
             kind = f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
             if action.choices is not None:
@@ -130,8 +125,14 @@ def _write_fish(commands: list[_Command]) -> str:
             elif action.nargs is None:
                 kind += " -r"
             text = f"-d {quote((action.help or '').replace('%%', '%'))}"
-            lines.append(f"complete -c fsdp-compose -n {quote(condition)} {kind} {text}")
+            lines.append(f"complete -c fsdp-compose -n {_write_condition(words)} {kind} {text}")
     return "\n".join(lines) + "\n"
+
+
+def _write_condition(words: list[str]) -> str:
+    """For fish: that these are the commands so far."""
+    seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
+    return quote(seen or "__fish_use_subcommand")
 
 
 SHELLS: dict[str, Callable[[list[_Command]], str]] = {
