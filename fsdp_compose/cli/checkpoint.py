@@ -70,21 +70,21 @@ def _show(args: argparse.Namespace) -> None:
 def _show_sharded(path: Path, check: bool, every: bool) -> None:
     metadata, _ = read_metadata(path)
     unknown = verify(path, metadata, slice(None), check)
-    rows, numbers = [], [0, 0]
+    rows, numel, nbytes = [], 0, 0
     for key, entry in sorted(metadata.state_dict_metadata.items()):
         if isinstance(entry, TensorStorageMetadata):
             check_whole(path, key, entry)
             dtype, shape = entry.properties.dtype, tuple(entry.size)
             rows.append((key, dtype_name(dtype), str(shape), plural(len(entry.chunks), "piece")))
-            numbers[0] += math.prod(shape)
-            numbers[1] += math.prod(shape) * dtype.itemsize
+            numel += math.prod(shape)
+            nbytes += math.prod(shape) * dtype.itemsize
         else:
             rows.append((key, "object", "", ""))
     _print_rows(rows, every)
     found = manifests(path, metadata)
     ranks = f", saved by {plural(found[0].world_size, 'rank')}" if found else ""
     checked = _say_checked(unknown) if check else ""
-    print(f"{len(rows)} entries, {numbers[0]:,} elements, {numbers[1]:,} bytes{ranks}{checked}")
+    print(f"{len(rows)} entries, {numel:,} elements, {nbytes:,} bytes{ranks}{checked}")
 
 
 def _show_full(path: Path, check: bool, every: bool) -> None:
