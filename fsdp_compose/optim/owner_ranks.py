@@ -76,9 +76,10 @@ class Link:
         try:
             with hearing(log, head, group, purpose) as heads:
                 rows = heads.rows()
-                heads.compare(
-                    heads.sent, [_replace_missing(row, heads.sent[_MISSING]) for row in rows]
-                )
+                # Of missing gradients more is said below than that they differ.
+                mine = heads.sent[_MISSING]
+                same = [[*row[:_MISSING], mine, *row[_MISSING + 1 :]] for row in rows]
+                heads.compare(heads.sent, same)
         finally:
             if log.events and log.events[-1] is event:  # ranks that differ forget all events
                 log.events.pop()
@@ -212,10 +213,6 @@ def _failure(told: StepDiscarded) -> RuntimeError:
         "been stepped where nothing failed. Look at what that rank printed. All ranks can go on "
         "with the next step; to go on from before this one, call load_checkpoint."
     )
-
-
-def _replace_missing(row: list[int], number: int) -> list[int]:
-    return [*row[:_MISSING], number, *row[_MISSING + 1 :]]
 
 
 def _missing_gradient(missing: Sequence[Sequence[str]], ranks: Sequence[int]) -> RuntimeError:
