@@ -154,12 +154,12 @@ def _grad_bytes(survey: Survey, module: str) -> int:
 
 def _join_small_units(question: Question) -> Iterator[Advice]:
     """Advise to join small units, whose gathers cost more to start than to send."""
-    buckets = question.survey.buckets
-    gathers = [sum(buckets[i].full_bytes for i in r.held) for r in question.survey.records]
+    survey = question.survey
+    gathers = [sum(b.full_bytes for b in survey.buckets_of(r)) for r in survey.records]
     small = [nbytes for nbytes in gathers if 0 < nbytes < SMALL_GATHER]
     if len(small) < MANY or question.chosen["units"] is None:
         return
-    largest = max(bucket.compute.itemsize for bucket in buckets)
+    largest = max(bucket.compute.itemsize for bucket in survey.buckets)
     numel = SMALL_GATHER // largest
     text = f"{len(small)} units gather less than {size(SMALL_GATHER)} each; join them"
     policy = by_size(numel)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_compose.base.wording import quote_names
 from fsdp_compose.report.buckets import PlannedBucket
 from fsdp_compose.report.static_buffers import find_static_buffers
-from fsdp_compose.report.survey import Record, Survey
+from fsdp_compose.report.survey import Survey
 from fsdp_compose.report.text import count, dtype_name, plural, size
 from fsdp_compose.sharded import part_of
 
@@ -65,10 +65,6 @@ def _note_left_out(survey: Survey) -> Iterator[str]:
             )
 
 
-def _buckets_of(survey: Survey, record: Record) -> list[PlannedBucket]:
-    return [survey.buckets[i] for i in record.held]
-
-
 def _note_static_buffers(survey: Survey) -> Iterator[str]:
     """Note which units are gathered at fixed addresses, and which have a buffer to themselves."""
     found = find_static_buffers(survey)
@@ -119,7 +115,7 @@ def _note_meshes(survey: Survey) -> Iterator[str]:
 
 
 def _note_largest(survey: Survey) -> Iterator[str]:
-    sizes = [sum(b.full_bytes for b in _buckets_of(survey, record)) for record in survey.records]
+    sizes = [sum(b.full_bytes for b in survey.buckets_of(record)) for record in survey.records]
     if not any(sizes):
         return
     largest = max(range(len(sizes)), key=lambda i: sizes[i])
@@ -191,7 +187,7 @@ def _note_dtypes(survey: Survey) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for record in survey.records:
         kinds: dict[str, list[PlannedBucket]] = {}
-        for bucket in _buckets_of(survey, record):
+        for bucket in survey.buckets_of(record):
             kinds.setdefault(_kind(bucket), []).append(bucket)
         if len(kinds) > 1:
             split = " and ".join(
@@ -213,7 +209,7 @@ def _kind(bucket: PlannedBucket) -> str:
 def _note_frozen(survey: Survey) -> Iterator[str]:
     mixed: dict[tuple[int, int, bool], list[str]] = {}
     for record in survey.records:
-        own = _buckets_of(survey, record)
+        own = survey.buckets_of(record)
         frozen = [b for b in own if b.trained_numel < b.numel]
         if frozen and any(b.trained_numel for b in own):
             numel = sum(b.numel - b.trained_numel for b in frozen)
@@ -266,7 +262,7 @@ def _note_padding(survey: Survey) -> Iterator[str]:
     wasteful: list[str] = []
     nbytes = worst = 0.0
     for record in survey.records:
-        own = _buckets_of(survey, record)
+        own = survey.buckets_of(record)
         part = sum(b.padding for b in own) / max(1, sum(b.numel for b in own))
         if part > MUCH_PADDING:
             wasteful.append(record.name)

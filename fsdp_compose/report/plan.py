@@ -327,11 +327,10 @@ def _states_of(optimizer: str | int | torch.optim.Optimizer | None) -> tuple[int
 
 def _unit(record: Record, survey: Survey, step: Step) -> PlannedUnit:
     outermost = any(e.record is record and e.leaves and e.outermost for e in survey.events)
-    own = [survey.buckets[i] for i in record.held]
     return PlannedUnit(
         name=record.name,
         classes=record.classes,
-        buckets=tuple(own),
+        buckets=tuple(survey.buckets_of(record)),
         borrowed=record.loans,
         keeps=outermost if record.keep is None else record.keep,
         forward=sum((step.traffic_forward[i] for i in record.held), TrafficReport()),

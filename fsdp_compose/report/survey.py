@@ -149,6 +149,9 @@ class Survey:
     visits: list[Record] = field(default_factory=list)  # as forward ran them; one may run again
     turns: list[tuple[Turn, Record | None]] = field(default_factory=list)  # what backward did
 
+    def buckets_of(self, record: Record) -> list[PlannedBucket]:
+        return [self.buckets[i] for i in record.held]
+
     @property
     def around(self) -> dict[int, Record | None]:
         """By a record's id, the unit inside of which its own is."""
