@@ -83,7 +83,8 @@ def _grad_of_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for index, source in enumerate(inputs):
         value, entry = found[index], entries.get(index)
         if entry in results:
-            extra = _tag_local(results[entry], entry)
+            with raw():
+                extra = tag(results[entry], entry.spec)
             value = extra if value is None else value + extra
         if entry is not None and value is not None:
             value = run_gradient_hooks(entry.spec.hooks, value)
@@ -125,11 +126,6 @@ def _postpone_hooks(entries: Iterable[Entry]) -> Iterator[None]:
     finally:
         for hook, before in zip(hooks, outer, strict=True):
             hook.is_summed = before
-
-
-def _tag_local(local: torch.Tensor, entry: Entry) -> torch.Tensor:
-    with raw():
-        return tag(local, entry.spec)
 
 
 def _find_units(inputs: Sequence[Any]) -> tuple[list[Unit], dict[int, Entry]]:
