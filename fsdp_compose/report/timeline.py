@@ -181,7 +181,7 @@ def trace(module: nn.Module | None = None) -> Iterator[Timeline]:
     finally:
         for name in recorder.below:
             _take_out(recorder, name)
-        recorder.close()
+        recorder.measure(recorder.now(), "end", None)
 
 
 def _take_out(recorder: _Recorder, name: str) -> None:
@@ -315,9 +315,6 @@ class _Recorder:
             self.gradients = sum(map(held_gradients, self.units.values()))
         name = "" if unit is None else unit.name
         self.timeline.moments.append(Moment(now, phase, name, gathered, packed, self.gradients))
-
-    def close(self) -> None:
-        self.measure(self.now(), "end", None)
 
 
 def _phase() -> str:
