@@ -33,11 +33,11 @@ def find_containers(state: Mapping[str, Any]) -> dict[str, Any]:
             *((("optim", "state", n), of) for n, of in optim.get("state", {}).items()),
         )
         for name, value in values.items()
-        if _is_cut(value)
+        if _is_container(value)
     }
 
 
-def _is_cut(value: object) -> bool:
+def _is_container(value: object) -> bool:
     if isinstance(value, list):
         return any(isinstance(item, (Mapping, list, Tensor)) for item in value)
     return isinstance(value, Mapping)

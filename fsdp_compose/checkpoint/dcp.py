@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.arguments import check_flags
 from fsdp_compose.base.group import Group
@@ -60,14 +59,14 @@ from fsdp_compose.checkpoint.ranks import (
 from fsdp_compose.checkpoint.saving import Saving, start_saving
 from fsdp_compose.checkpoint.source import CheckpointSource
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
-from fsdp_compose.checkpoint.values import require_readable
+from fsdp_compose.checkpoint.values import is_cut, require_readable
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name, list_names
 from fsdp_compose.core.guards.compared_records import compare_records
 from fsdp_compose.core.guards.moved_parameters import require_all_written
 from fsdp_compose.core.guards.units import units_holding
 from fsdp_compose.scopes import comm_hooks
-from fsdp_compose.sharded import ShardedWeightError, is_sharded
+from fsdp_compose.sharded import ShardedWeightError
 
 _logger = logging.getLogger("fsdp_compose")
 
@@ -212,7 +211,7 @@ def _keep_own(tree: Mapping[str, Any], leads: Set[str]) -> dict[str, Any]:
     for key, value in tree.items():
         if isinstance(value, OwnedState):
             kept[key] = dict(value)
-        elif is_sharded(value) or isinstance(value, DTensor) or clean_name(str(key)) in leads:
+        elif is_cut(value) or clean_name(str(key)) in leads:
             kept[key] = value
         elif isinstance(value, Mapping) and (inner := _keep_own(value, leads)):
             kept[key] = inner

@@ -45,6 +45,7 @@ from fsdp_compose.checkpoint.values import (
     find_unwritable,
     fit,
     gather_whole,
+    is_cut,
     list_problems,
     mark_ready,
     needs_gather,
@@ -483,8 +484,7 @@ def prepare(value: Any, current: Any, cut: bool = True) -> Any:
     if not _has_shape(value, current):  # a hook of the module's makes another of it
         return gather_whole(value)
     if is_sharded(current):
-        is_whole = not is_sharded(value) and not isinstance(value, DTensor)
-        if is_whole and not cut and current._shard_spec.parallel is None:
+        if not cut and not is_cut(value) and current._shard_spec.parallel is None:
             return mark_ready(value.detach())
         value = value.reshape(()) if current.ndim == 0 != value.ndim else value
         return mark_ready(fit(value, current._shard_spec))

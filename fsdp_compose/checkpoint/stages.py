@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.base.torch_private import IncompatibleKeys
@@ -33,7 +32,7 @@ from fsdp_compose.checkpoint.model import match
 from fsdp_compose.checkpoint.optimizer.nested import write_exactly
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 from fsdp_compose.checkpoint.ranks import groups_of
-from fsdp_compose.checkpoint.values import find_unwritable, gather_whole
+from fsdp_compose.checkpoint.values import find_unwritable, gather_whole, is_cut
 from fsdp_compose.comm.messages import SharedErrors, difference, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name, name_cleaner
 from fsdp_compose.core.guards.collective_log import code_of
@@ -236,9 +235,7 @@ def _sum_plain(module: nn.Module, saves: bool) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     clean = name_cleaner(module)
     for name, value in slots_to_load(module).items():
-        if isinstance(value, Tensor) and not is_sharded(leaf_of(value)):
-            if isinstance(value, DTensor):
-                continue
+        if isinstance(value, Tensor) and not is_cut(leaf_of(value)):
             is_summed = saves and type(value) is nn.Parameter and value.requires_grad
             found[clean(name)] = checksum(value) if is_summed and not value.is_meta else None
     return found

@@ -42,6 +42,11 @@ def unwrap(value: Any, current: Any) -> Any:
     return entry.wrapper.unwrap(value.detach())
 
 
+def is_cut(value: Any) -> bool:
+    """Whether ranks hold parts of it: a sharded value, or a DTensor."""
+    return is_sharded(value) or isinstance(value, DTensor)
+
+
 def needs_gather(value: Any, spec: ShardSpec | None) -> bool:
     """Whether fitting ``value`` to ``spec`` (None: to a plain tensor) is a collective."""
     if is_sharded(value):
@@ -258,8 +263,7 @@ def _check_whole(state: Any) -> None:
     if (other := find_unnamed(state)) is not None:
         raise TypeError(f"broadcast_from_rank0: rank 0's {other}")
     for name, value in state.items():
-        is_slice = is_sharded(value) or isinstance(value, DTensor)
-        why = "is a slice; wanted full tensors" if is_slice else describe_unreadable(value)
+        why = "is a slice; wanted full tensors" if is_cut(value) else describe_unreadable(value)
         if why is None and not isinstance(value, Tensor):
             why = _describe_unpicklable(value)
         if why is not None:

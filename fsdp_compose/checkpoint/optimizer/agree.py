@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_compose.base.group import Group
 from fsdp_compose.checkpoint.optimizer.fit import NUMBERS
 from fsdp_compose.checkpoint.optimizer.members import Part, settings_of
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
-from fsdp_compose.checkpoint.values import sample_bytes, whole_shape
+from fsdp_compose.checkpoint.values import is_cut, sample_bytes, whole_shape
 from fsdp_compose.comm.messages import gather_objects, raise_on_all, to_bytes
 from fsdp_compose.core.state import owner_of
 from fsdp_compose.sharded import is_sharded, spec_of, tag
@@ -134,7 +133,7 @@ def _fact(value: Any) -> Fact:
 
 
 def _given_fact(value: Any) -> Fact:
-    if isinstance(value, DTensor) or is_sharded(value):
+    if is_cut(value):
         return "cut", str(value.dtype), tuple(whole_shape(value))
     if isinstance(value, Tensor) and value.numel() > _FEW:
         sampled = f"values with checksum {zlib.crc32(sample_bytes(value)):08x}"

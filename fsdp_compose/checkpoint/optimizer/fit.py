@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_compose.checkpoint.optimizer.members import Part
 from fsdp_compose.checkpoint.optimizer.shapes import block_spec, gather_owned, is_one_number
 from fsdp_compose.checkpoint.optimizer.watch import ELEMENTWISE
-from fsdp_compose.checkpoint.values import fit, gather_whole, whole_shape
+from fsdp_compose.checkpoint.values import fit, gather_whole, is_cut, whole_shape
 from fsdp_compose.sharded import ShardSpec, flat_spec, is_sharded
 
 NUMBERS = "_fsdp_compose_numbers"
@@ -41,7 +40,7 @@ def gather_state(parts: Mapping[str, Part], given: Mapping[str, Any]) -> dict[st
         ready = {
             key: _gather_value(parts[name], key, values[key], given)
             for key in sorted(values, key=str)
-            if is_sharded(values[key]) or isinstance(values[key], DTensor)
+            if is_cut(values[key])
         }
         state[name] = {key: ready.get(key, value) for key, value in values.items()}
     return state
