@@ -272,13 +272,10 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
         if not entry.slots:
             continue  # taken out by ``refresh``
         own = bucket.layout.slice_of(index, rank)
-        start = own.shard_offset - first
-        whole = param.numel() == shard.numel()
-        if (own.numel and start >= 0 and start + own.numel <= param.numel()) or (
-            whole and not own.numel
-        ):
-            span = slice(start, start + own.numel) if own.numel else slice(0, 0)
-            parts.append(_part(entry, names, span))
+        start = own.shard_offset - first if own.numel else 0
+        is_inside = start >= 0 and start + own.numel <= param.numel()
+        if is_inside if own.numel else param.numel() == shard.numel():
+            parts.append(_part(entry, names, slice(start, start + own.numel)))
     return Member(param, tuple(parts), is_flat=True)
 
 
