@@ -218,19 +218,8 @@ def _name_parameters(module: nn.Module, targets: Targets, state_dict: Any) -> di
 
 def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
     """Raise RuntimeError for what does not fit; return what all ranks must have alike."""
-    problems: list[str] = []
+    problems = _find_other_layout(targets, given.get(LAYOUTS) or {})
     gathers = 0
-    if given.get(LAYOUTS) is not None:
-        mine = layout_of(parts_of(targets))
-        for name, place in mine.items():
-            theirs = given[LAYOUTS].get(name)
-            if theirs is not None and tuple(theirs) != place:
-                what = f"saved over {theirs[0]} ranks" if theirs[0] != place[0] else "cut elsewhere"
-                problems.append(
-                    f"local state of {name!r} was {what}, here it is cut over {place[0]}; save "
-                    "kind='sharded' or 'full' to load anywhere"
-                )
-                break
     saved = {name for group in given["param_groups"] for name in group["params"]}
     for optim, groups in targets:
         for group, members in zip(optim.param_groups, groups, strict=True):
@@ -248,12 +237,23 @@ def _check_fit(targets: Targets, given: Mapping[str, Any]) -> str:
                 values = given["state"].get(part.name, {})
                 problems += _find_misfits(part, values, given)
                 spec = None if part.owner is not None else part.spec
-                gathers += sum(
-                    needs_gather(v, spec) for v in values.values() if isinstance(v, Tensor)
-                )
+                gathers += sum(needs_gather(v, spec) for v in values.values())
     problems += _find_differences(targets, given)
     _raise_misfit(problems)
     return f"{len(given['state'])} parameters' state ({gathers} tensors to gather)"
+
+
+def _find_other_layout(targets: Targets, saved: Mapping[str, Any]) -> list[str]:
+    """Say which parameter's local state is the first that was saved in another layout."""
+    for name, place in layout_of(parts_of(targets)).items():
+        theirs = saved.get(name)
+        if theirs is not None and tuple(theirs) != place:
+            what = f"saved over {theirs[0]} ranks" if theirs[0] != place[0] else "cut elsewhere"
+            return [
+                f"local state of {name!r} was {what}, here it is cut over {place[0]}; save "
+                "kind='sharded' or 'full' to load anywhere"
+            ]
+    return []
 
 
 def _raise_misfit(problems: list[str]) -> None:
