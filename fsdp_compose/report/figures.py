@@ -350,12 +350,7 @@ def _accumulation(found: Sequence[Accumulation]) -> str:
 
 def _traffic(plan: Plan) -> str:
     rows = [("", "gathers", "", "reduces", "", "all-reduces", "", "collectives", "received")]
-    for name, found in (
-        ("forward", plan.forward),
-        ("backward", plan.backward),
-        ("step", plan.step),
-    ):
-        rows.append((name, *_counts(found)))
+    rows += [(n, *_counts(getattr(plan, n))) for n in ("forward", "backward", "step")]
     quiet = () if plan.step.all_reduces else (5, 6)
     shown = [[cell for i, cell in enumerate(row) if i not in quiet] for row in rows]
     return "communication per rank and step\n" + table(shown)
