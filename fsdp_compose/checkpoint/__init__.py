@@ -5,7 +5,7 @@ Files, each importing only from those above it:
     ranks                 ranks meet before they save or load
     files                 a folder's files, committed by one rename and checked on load
     values                values in state dicts: cut, fitted, gathered, sent
-    given                 what a rank was given to load, as far as ranks must be given the same
+    given                 what ranks compare of the state that each was given to load
     contents              what a module's state dict holds, and its full tensors bucket by bucket
     metadata              what a checkpoint folder says of itself, read without trust
     local                 kind='local': raw shards and the layout they fit in

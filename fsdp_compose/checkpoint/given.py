@@ -1,4 +1,4 @@
-"""What a rank was given to load, as far as ranks must be given the same."""
+"""What ranks compare of the state that each was given to load."""
 
 from __future__ import annotations
 

@@ -24,10 +24,11 @@ Read = Callable[[frozenset[str]], tuple[Mapping[str, Any], Mapping[str, Any]]]
 def write_from_files(
     contents: Contents, read: Read, left_out: IncompatibleKeys, strict: bool, versions: Any = None
 ) -> IncompatibleKeys:
-    """As ``write``, of what ``read`` gives: values, and entries that the module has no place for.
+    """Write what ``read`` gives; where a load hook needs whole tensors, read and write once more.
 
     Args:
-        read: is given the names whose values are to be whole.
+        read: takes the names whose values are to be whole, and gives values by name, and entries
+            that the module has no place for. The other arguments are those of ``write``.
     """
     try:
         return write(contents, *read(frozenset()), left_out, strict, versions)
@@ -38,7 +39,7 @@ def write_from_files(
 
 
 def _names_in_hooked(contents: Contents) -> frozenset[str]:
-    """The names of what lies in modules with load hooks of their own, which are given it."""
+    """The names of the values in modules that have load hooks of their own."""
     module = contents.module
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return frozenset(contents.values)

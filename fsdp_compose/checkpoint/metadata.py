@@ -146,10 +146,10 @@ def read_metadata(path: Path) -> tuple[Metadata, Sum]:
 
 @contextlib.contextmanager
 def unless_replaced(path: Path, total: Sum) -> Iterator[None]:
-    """Scope of reading a checkpoint whose metadata has the sum ``total``: what is wrong is told.
+    """Scope of reading a checkpoint whose metadata has the sum ``total``.
 
     Raises:
-        RuntimeError: something is, and another save has replaced the checkpoint meanwhile.
+        RuntimeError: reading failed because another save replaced the checkpoint meanwhile.
     """
     try:
         yield

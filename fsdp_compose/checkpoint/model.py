@@ -449,9 +449,9 @@ def _find_misfit(name: str, value: Any, current: Any, custom: bool) -> str | Non
 
 
 def take_problem(matched: Matched, current: Mapping[str, Any]) -> Exception | None:
-    """What is wrong; ``matched`` lets go of it, since where it is raised it holds what holds it.
+    """Take what is wrong out of ``matched``, or find values that have no numbers to write.
 
-    Also values that are to be written into ``current``, and have no numbers to write.
+    A raised error keeps the frames that hold ``matched``, so ``matched`` must not hold the error.
     """
     problem, matched.problem = matched.problem, None
     problems = [

@@ -90,7 +90,7 @@ class CheckpointSource:
         }
 
     def outline(self, key: str) -> Any:
-        """A meta tensor for a tensor, a string for anything else; ``key_of`` knows it again."""
+        """A meta tensor for a tensor, whose key ``key_of`` gives; a string for anything else."""
         entry = self.entries.get(key)
         if not isinstance(entry, TensorStorageMetadata) or key in self._pickled:
             return f"<{key}>"

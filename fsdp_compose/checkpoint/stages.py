@@ -231,7 +231,7 @@ def _names_of_fewer(module: nn.Module) -> tuple[set[str], list[str]]:
 
 
 def _sum_plain(module: nn.Module, saves: bool) -> dict[str, int | None]:
-    """The clean names of what is in no unit; with the sums of trained parameters, to be saved."""
+    """The clean names of what lies in no unit; in a save, with checksums of trained parameters."""
     found: dict[str, int | None] = {}
     clean = name_cleaner(module)
     for name, value in slots_to_load(module).items():
@@ -244,9 +244,9 @@ def _sum_plain(module: nn.Module, saves: bool) -> dict[str, int | None]:
 def _compare_plain(
     what: str, reports: Mapping[int, dict[str, int | None]], group: Group
 ) -> dict[str, int]:
-    """The first rank of what is in no unit, and some ranks of a stage have not.
+    """By name of what lies in no unit and some ranks of a stage lack, the first rank that has it.
 
-    Warns of trained parameters that differ between those that have them.
+    Warns of trained parameters that differ between the ranks that have them.
     """
     first: dict[str, int] = {}
     differ: list[tuple[str, int]] = []
@@ -271,7 +271,7 @@ Copies: TypeAlias = "dict[tuple[int, ...], dict[tuple[str, int, int], int]]"
 
 
 def _copies_beside(module: nn.Module) -> Copies:
-    """Sum what tensor parallelism left whole, by the ranks that hold it and the slice.
+    """Checksums of slices that tensor parallelism repeats, by the ranks that hold the copies.
 
     Shard groups whose parts are of unequal sizes may cut it in other places; such slices are not
     compared.

@@ -1,4 +1,4 @@
-"""Sharded values in state dicts: what loading fits to the parameters, and their slices."""
+"""Values of state dicts: gathered whole, cut as parameters are, checked, sent to other ranks."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def _gather_value(part: Part, key: str, value: Tensor, given: Mapping[str, Any])
 
 
 def find_pieces(part: Part, key: str, value: Any, given: Mapping[str, Any]) -> ShardSpec | None:
-    """Say how a value of another shape than its parameter's is cut; None if it is not.
+    """Say how a value of another shape than its parameter's is cut; None if it is not cut.
 
-    It is of ``p.flatten()``, or of a raw piece and has a row for each of its blocks.
+    It has the shape of ``p.flatten()``, or, of a raw piece, a row for each of its blocks.
     """
     if not isinstance(value, Tensor) or not value.ndim or part.owner is not None:
         return None

@@ -64,7 +64,7 @@ class Part:
 
 @contextlib.contextmanager
 def unchanged_by_errors(targets: Targets) -> Iterator[None]:
-    """Scope that all ranks leave alike: by an error the optimizers are as they were before it."""
+    """Scope whose error, which every rank raises, leaves the optimizers as they were before it."""
     optims = [optim for optim, _ in targets]
     optims += [optim.optimizer for optim in optims if isinstance(optim, OwnerOptimizer)]
     before = [(optim, optim.state, optim.param_groups) for optim in optims]

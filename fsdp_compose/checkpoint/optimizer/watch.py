@@ -1,9 +1,9 @@
-"""Optimizers that were seen: what torch's own functions load into them fits, or is refused by name.
+"""Hooks on optimizers: what torch's own functions load into them fits, or is refused by name.
 
-An optimizer is seen in its first step, or when its state is loaded here. From then on hooks on it
-cut whole state that ``set_optimizer_state_dict`` hands it, refuse ``get_optimizer_state_dict``
-where that would miss state, and refuse state of other slices for plain parameters over slices.
-Their ``state_dict()`` says in each group which slices it is of: it looks like that of any rank.
+An optimizer gets them in its first step, or when its state is loaded here. They cut whole state
+that ``set_optimizer_state_dict`` loads, refuse ``get_optimizer_state_dict`` where that would miss
+state, and refuse state of other slices for plain parameters over slices. An optimizer's
+``state_dict()`` says in each group which slices it is of, as it looks alike on every rank.
 """
 
 from __future__ import annotations
