@@ -33,7 +33,7 @@ def exponent_of(largest: torch.Tensor) -> torch.Tensor:
 
 
 NUMBERS = 4
-"""How many stand for one sum."""
+"""How many integers stand for one sum."""
 
 
 def add_powers(

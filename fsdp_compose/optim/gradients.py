@@ -214,7 +214,7 @@ _known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
 
 
 def _know(bucket: Bucket) -> _Known | None:
-    """None where tensor parallelism splits parameters of one bucket in different ways."""
+    """Names and groups of a bucket's gradients; None where tensor parallelism split one."""
     known, specs = _known.get(bucket), list(map(_get_spec, bucket.entries))
     if known is None or known.mesh is not bucket.mesh or known.specs != specs:
         is_plain = all(spec.parallel is None for spec in specs)

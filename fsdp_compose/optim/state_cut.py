@@ -23,7 +23,7 @@ _known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def check_plain_steps(optimizer: Optimizer) -> None:
-    """As ``check_state``, for an optimizer over plain parameters: once, and after ``undo``."""
+    """Call ``check_state`` for an optimizer over plain parameters: once, and after ``undo``."""
     units = [len(engine.units) for engine in here.engines.values()]
     seen = (here.retrained, len(optimizer.state), *units)
     if _known.get(optimizer) != seen and check_state(optimizer):

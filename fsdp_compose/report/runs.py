@@ -66,7 +66,7 @@ class Recording:
 
 
 def follow(survey: Survey, recording: Recording) -> None:
-    """Take units to run, and backward to reach them, as was recorded of their modules."""
+    """Note in which order units run and backward reaches them, from what their modules did."""
     owners = {id(module): record for record in survey.records for module in record.modules}
     called: Counter[int] = Counter()
     for record in filter(None, map(owners.get, recording.calls)):

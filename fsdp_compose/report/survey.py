@@ -217,7 +217,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
 
 
 def _follow_what_ran(survey: Survey, units: Sequence[Unit], records: Mapping[int, Record]) -> None:
-    """Take units to run as they ran last, and backward to reach, and run again, what it did."""
+    """Note in which order units ran last, and what backward reached and ran again."""
     schedules = dict.fromkeys(unit.engine.schedule for unit in units)
     seen: set[int] = set()
     for order in (schedule.forward_order for schedule in schedules):

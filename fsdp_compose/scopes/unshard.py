@@ -272,7 +272,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def _end_unshard(unit: Unit) -> list[Entry]:
-    """Let parameters and modules hold their slices again; the parameters that were written."""
+    """Let parameters and modules hold their slices again; return those that were written."""
     around, opened = None, unit.opened
     while opened is not None and not isinstance(opened, Unsharded):
         around, opened = opened, opened.outer  # scopes that were opened over it
@@ -367,7 +367,7 @@ def reduce_grads(module: nn.Module) -> None:
 
 
 def reduce_units(units: list[Unit]) -> None:
-    """As ``reduce_grads``, of these units."""
+    """Reduce what these units accumulated, as ``reduce_grads`` does."""
     clear_failed_steps(units)
     for unit in units:
         drain(unit.engine)
@@ -417,7 +417,7 @@ def check_reduced(
 
 
 def check_stepped(bucket: Bucket, caller: str, param: nn.Parameter | None = None) -> None:
-    """As ``check_reduced``, for a step, which all ranks make: those that reduced raise as well."""
+    """Raise as ``check_reduced`` does, before a step: on every rank, also on those that reduced."""
     log = bucket.users.caller
     is_compared = bucket.mesh.shard.size > 1 or bucket.mesh.microbatches is not None
     if isinstance(log, Log) and not is_compared and is_open(bucket):

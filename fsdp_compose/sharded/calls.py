@@ -286,7 +286,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _activate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse the form that writes, of which ranks would not compare what they write."""
+    """Refuse ``inplace=True``, as ranks would not compare what it writes."""
     if any(value is True for value in (*args, *kwargs.values())):
         refuse(func, first_spec(args, kwargs), "with inplace=True")
     return _elementwise(func, args, kwargs)
