@@ -13,7 +13,6 @@ and state that is not cut as its parameter is are left to torch, whose calls are
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain, repeat
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compose.base.loops import parameters_of
+from fsdp_compose.base.loops import exhaust, parameters_of
 from fsdp_compose.base.strides import flatten
 from fsdp_compose.base.torch_private import (
     NO_CAPTURE_WARNING,
@@ -262,7 +261,7 @@ def _step(
 
 
 def _set_classes(tensors: Sequence[Any], kind: type) -> None:
-    deque(map(set_class, tensors, repeat(kind)), 0)
+    exhaust(map(set_class, tensors, repeat(kind)))
 
 
 def _count_state(optimizer: Optimizer) -> int:
