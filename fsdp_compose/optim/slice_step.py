@@ -176,13 +176,12 @@ def cut_first_state(optimizer: Optimizer) -> None:
         return
     param: Any
     for param, values in optimizer.state.items():
-        spec = param._shard_spec if type(param) in SHARDED_PARAMETERS else None
-        parts = {
-            key: part
-            for key, value in values.items()
-            if spec is not None and key != "step" and (part := _find_part(value, spec)) is not None
-        }
-        if spec is not None and parts and float(values.get("step", 1)) == 0:
+        if type(param) not in SHARDED_PARAMETERS:
+            continue
+        spec = param._shard_spec
+        found = {key: _find_part(value, spec) for key, value in values.items() if key != "step"}
+        parts = {key: part for key, part in found.items() if part is not None}
+        if parts and float(values.get("step", 1)) == 0:
             for key, part in parts.items():
                 flat = flatten(part, spec.stride)
                 values[key] = tag(flat[spec.start : spec.stop].clone(), spec)
