@@ -159,11 +159,10 @@ def after_state_dict(module: nn.Module, state_dict: Any, prefix: str, local_meta
         if unit.opened is not None and unit.opened.in_forward:
             return  # in a scope of ``gathered`` the caller wants its full tensors
         for key, (index, values, name) in places.items():
-            leaf = unit.entries[index].param
-            if values.get(name) is not leaf:  # gathered now; a release will free that value
-                state_dict[key] = show_whole(leaf)
-            elif unit.entries[index].spec.parallel is not None:
-                state_dict[key] = show_whole(leaf)  # torch took the whole DTensor
+            entry = unit.entries[index]
+            # A release will free what is gathered now; of a DTensor torch took the whole.
+            if values.get(name) is not entry.param or entry.spec.parallel is not None:
+                state_dict[key] = show_whole(entry.param)
         return
     refuse_writeback([unit])
     if wanted.kind == "local":
