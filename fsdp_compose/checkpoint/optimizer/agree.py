@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class _Report(NamedTuple):
 
 
 def agree_on_state(
-    caller: str, result: Mapping[str, Any], parts: Mapping[str, Part], groups: Iterable[Group]
+    caller: str, result: Mapping[str, Any], parts: Mapping[str, Part], groups: Sequence[Group]
 ) -> None:
     """Raise on every rank where the optimizers of two ranks differ; a collective.
 
@@ -62,14 +62,12 @@ def agree_on_state(
         RuntimeError: naming the parameter, what differs and the ranks.
     """
     facts = _facts_of(result, parts, _fact)
-    for group, mine, reports in _compare_on_all(
-        caller, caller, _NOT_CUT, facts, parts, list(groups)
-    ):
+    for group, mine, reports in _compare_on_all(caller, caller, _NOT_CUT, facts, parts, groups):
         _fill(caller, result["state"], parts, mine, reports, group)
 
 
 def agree_on_given(
-    given: Mapping[str, Any], parts: Mapping[str, Part], groups: Iterable[Group]
+    given: Mapping[str, Any], parts: Mapping[str, Part], groups: Sequence[Group]
 ) -> None:
     """Raise on every rank where two ranks were given different state to load; a collective.
 
@@ -78,7 +76,7 @@ def agree_on_given(
     """
     facts = _facts_of(given, parts, _given_fact)
     problem = "the ranks were given different things"
-    _compare_on_all("load_optim_state_dict", problem, _PASS, facts, parts, list(groups))
+    _compare_on_all("load_optim_state_dict", problem, _PASS, facts, parts, groups)
 
 
 def _compare_on_all(
@@ -98,9 +96,10 @@ def _compare_on_all(
         if all(digest == digests[0] for digest in digests):
             continue
         empty = {name for name in mine if _is_empty(parts[name])}
-        found.append((group, mine, gather_objects(_Report(mine, empty), group, caller)))
+        reports = gather_objects(_Report(mine, empty), group, caller)
+        found.append((group, mine, reports))
         try:
-            _compare(problem, found[-1][2], group, advice)
+            _compare(problem, reports, group, advice)
         except RuntimeError as difference:  # ranks of other groups wait in theirs
             error = error or difference
     raise_on_all(error, groups, what=caller)
