@@ -160,8 +160,8 @@ def find_stages(what: str, module: nn.Module, group: Group, saves: bool) -> Stag
     mine = _Report(peers, has_units, sums, of_fewer, _sum_plain(module, saves))
     reports: list[_Report] = gather_objects(mine, group)
     members = _components([report.peers for report in reports], group.ranks)
-    known: dict[tuple[int, ...], int] = {}
-    if any(known.setdefault(r, s) != s for report in reports for r, s in report.copies.items()):
+    all_sums = {pair for report in reports for pair in report.copies.items()}
+    if len(all_sums) > len(dict(all_sums)):  # ranks that should hold the same do not
         _warn_of_copies(what, gather_objects(copies, group), group)
     first = _find_first_holders(what, reports, members, group)
     stages = Stages(
