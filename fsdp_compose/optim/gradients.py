@@ -62,7 +62,7 @@ class Gradient:
         stored: what is in ``.grad``, where ``local`` is the sum of that over ranks.
     """
 
-    names: Sequence[str]
+    names: tuple[str, ...]
     local: torch.Tensor
     groups: tuple[Group, ...]
     copies: int = 1

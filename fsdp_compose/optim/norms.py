@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ def compute_norm(
     if not grads and experts is None and stages is None:
         return torch.zeros((), device=torch.get_default_device())
     if order == 0 or not share_groups(grads):  # by name, however each rank ordered parameters
-        grads = sorted(grads, key=_names_of)
+        grads = sorted(grads, key=attrgetter("names"))
     elsewhere = torch.device("cpu") if stages is None else stages.device
     device = grads[0].local.device if grads else elsewhere
     wide = torch.float64 if device.type != "mps" else torch.float32
@@ -150,10 +151,6 @@ def _add_stages(total: torch.Tensor, norm: Norm, stages: StageRanks) -> torch.Te
     """This stage's power, maximum or count, combined with those of the other stages."""
     what = f"take the norm of order {norm.order:g}{norm.use} of the gradients of all stages"
     return _combine_over_ranks(total.reshape(1), norm.order, stages.group, what).squeeze(0)
-
-
-def _names_of(grad: Gradient) -> tuple[str, ...]:
-    return tuple(grad.names)
 
 
 def adds_in_tree(params: Iterable[nn.Parameter]) -> bool:
@@ -242,7 +239,7 @@ def _combine_local(norms: torch.Tensor, order: float) -> torch.Tensor:
 
 def _describe_norm(grads: list[Gradient], norm: Norm) -> str:
     """What ranks that combine norms compare, however each ordered its parameters."""
-    shown = _join_names(tuple([tuple(grad.names) for grad in grads]))
+    shown = _join_names(tuple([grad.names for grad in grads]))
     return f"take the norm of order {norm.order:g}{norm.use} of the gradients of {shown}"
 
 
@@ -288,7 +285,7 @@ def _combine_over_ranks(
 def first_nonfinite(params: Params, expert_mesh: Ranks | None, stages: StageRanks | None) -> str:
     """Name the first parameter whose gradient is not finite, on whatever rank."""
     found = collect_gradients(params, "clip_grad_norm_", joins=False)
-    grads = sorted(found, key=_names_of)
+    grads = sorted(found, key=attrgetter("names"))
     experts = experts_of(grads, expert_mesh)
     flags = [not bool(torch.isfinite(grad.local).all()) for grad in grads]
     for group in dict.fromkeys(group for grad in grads for group in grad.groups):
