@@ -348,8 +348,7 @@ def take_replacements(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> N
         for entry, tensor in zip(unit.entries, scope.tensors, strict=True)
         if entry in changes
     ]
-    # Two parameters, or views of them, may have changed places: none is overwritten before it is
-    # read.
+    # Two parameters, or views of them, may have changed places: each is read before it is written.
     values = [value.clone() if _memory_of(value) in shown else value for _, value in placed]
     for (tensor, _), value in zip(placed, values, strict=True):
         tensor.detach().copy_(value)

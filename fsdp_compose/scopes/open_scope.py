@@ -56,9 +56,8 @@ class Scope(Opened):
     versions: list[tuple[int, int]] = field(default_factory=list)
     grads: list[tuple[torch.Tensor, int] | None] = field(default_factory=list)
     leaf_grads: list[tuple[Any, int]] = field(default_factory=list)  # that will be overwritten
-    sums: list[torch.Tensor] = field(
-        default_factory=list
-    )  # where the graph of a forward waits for its backward
+    # Of the tensors, where the graph of a forward waits for its backward.
+    sums: list[torch.Tensor] = field(default_factory=list)
 
 
 @untraced

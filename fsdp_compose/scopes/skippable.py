@@ -261,8 +261,7 @@ class _Links:
             for group in dict.fromkeys((*log.channels, *log.groups))
             if group.pg is not None
         ]
-        # Every rank meets its groups in the same order: else two wait for each other in different
-        # ones.
+        # Every rank meets its groups in the same order: else two ranks wait for each other in two.
         links.sort(key=lambda link: (link[1].size, link[1].ranks))
         epochs = {(log, group): epoch_of(group) for log, group in links}
         stepped: dict[Log, object] = {log: log.steps.parameter for log in logs}
