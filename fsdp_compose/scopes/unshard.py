@@ -172,9 +172,8 @@ def _show(unit: Unit) -> None:
 
 
 def _watch_graphs(unit: Unit, reaches: list[Reach]) -> None:
-    graphs = _graphs.setdefault(unit, weakref.WeakSet())
+    _graphs.setdefault(unit, weakref.WeakSet()).update(reaches)
     for reach in reaches:
-        graphs.add(reach)
         weakref.finalize(reach, _graph_is_gone, weakref.ref(unit)).atexit = False
 
 
