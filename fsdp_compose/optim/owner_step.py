@@ -100,10 +100,11 @@ def owner_step(
 def _list_params(params: Any) -> list[Any]:
     wanted = "sharded parameters or groups of them: [p for p in model.parameters() if p.ndim == 2]"
     is_one = isinstance(params, nn.Module | Tensor | Mapping | str | bytes)
-    listed = [] if is_one or not isinstance(params, Iterable) else list(params)
+    is_several = isinstance(params, Iterable) and not is_one
+    listed = list(params) if is_several else []
     strange = [item for item in listed if not isinstance(item, Tensor | Mapping | tuple)]
     strange += [item for item in listed if isinstance(item, Mapping) and "params" not in item]
-    if is_one or not isinstance(params, Iterable) or strange:
+    if strange or not is_several:
         what = f"holds {describe_value(strange[0])}" if strange else f"is {describe_value(params)}"
         raise TypeError(f"owner_step: params {what}; wanted {wanted}.")
     if not listed:
