@@ -179,8 +179,8 @@ def _keep_outermost(question: Question) -> Iterator[Advice]:
     if chosen["strategy"] not in (None, ShardingStrategy.FULL_SHARD):
         return
     text = "let the outermost unit stay gathered for backward, which needs it first"
-    changes = {"reshard_after_forward": None}
-    _, advice = question.try_change(text, "reshard_after_forward=None", **changes)
+    paste = "reshard_after_forward=None"
+    _, advice = question.try_change(text, paste, reshard_after_forward=None)
     is_free = advice.saved_bytes >= -WORTH * question.now.needed
     if is_free and advice.saved_traffic > WORTH * question.now.moved:
         yield advice

@@ -49,16 +49,14 @@ def odd_notes_on(survey: Survey) -> tuple[str, ...]:
 def _note_left_out(survey: Survey) -> Iterator[str]:
     trained = [name for name, p in survey.outside.items() if p.requires_grad]
     frozen = [name for name, p in survey.outside.items() if not p.requires_grad]
-    for names, consequence in (
-        (trained, "whole on every rank, their gradients are not averaged over ranks: do that "
-         "yourself, or do not ignore them and shard the module that contains them"),
-        (frozen, "whole on every rank"),
+    for kind, names, consequence in (
+        ("trained", trained, "whole on every rank, their gradients are not averaged over ranks: do "
+         "that yourself, or do not ignore them and shard the module that contains them"),
+        ("frozen", frozen, "whole on every rank"),
     ):  # fmt: skip
         if names:
-            nbytes = sum(
-                part_of(survey.outside[n]).numel() * survey.outside[n].dtype.itemsize for n in names
-            )
-            kind = "trained" if names is trained else "frozen"
+            held = [survey.outside[name] for name in names]
+            nbytes = sum(part_of(p).numel() * p.dtype.itemsize for p in held)
             yield (
                 f"in no unit, ignored or left out: {plural(len(names), f'{kind} parameter')} "
                 f"({size(nbytes)}): {quote_names(names)}; {consequence}."
