@@ -72,10 +72,6 @@ class Contents:
     native: dict[str, str]
     metadata: OrderedDict[str, Any]
 
-    def leaves(self) -> dict[str, nn.Parameter]:
-        """The sharded parameters by clean FQN; a tied one appears under each of its names."""
-        return {key: value for key, value in self.values.items() if is_sharded(value)}
-
 
 def contents_of(module: nn.Module) -> Contents:
     """Walk ``module`` as its own ``state_dict`` does; parameters are leaves even while gathered."""
@@ -228,7 +224,7 @@ def visit_values(values: Mapping[str, Any], visit: Callable[[str, torch.Tensor],
         for name in names[id(leaf)]:
             visit(name, full)
 
-    visit_full([value for value in values.values() if is_sharded(value)], visit_names)
+    visit_full(filter(is_sharded, values.values()), visit_names)
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and not is_sharded(value):
             visit(name, gather_whole(value.detach()))

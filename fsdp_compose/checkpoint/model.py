@@ -164,7 +164,7 @@ def _gather_full(
             find_entry(leaf)  # raises for copies of parts of a unit; a hook's slices are no leaves
     compare_records(units_holding(module), "state_dict")
     require_all_written(units_holding(module))
-    visit_full(contents.leaves().values(), take)
+    visit_full(filter(is_sharded, contents.values.values()), take)
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
         return result
