@@ -282,14 +282,13 @@ def write(
     Raises:
         RuntimeError: names are left over; the others were written.
     """
-    native: OrderedDict[str, Any] = OrderedDict()
-    cut = not loads_by_own_code(contents.module)
+    module, native = contents.module, OrderedDict[str, Any]()
+    cut = not loads_by_own_code(module)
     for name, value in values.items():
         native[contents.native[name]] = prepare(value, contents.values[name], cut)
     native.update(extra)
     if versions is not None:
-        native._metadata = _name_versions(contents.module, versions)  # type: ignore[attr-defined]
-    module = contents.module
+        native._metadata = _name_versions(module, versions)  # type: ignore[attr-defined]
     compare = strict and not cut
     with without_our_hooks():
         try:
@@ -303,8 +302,10 @@ def write(
                 "Pass strict=False to leave out what does not fit."
             ) from error
     forget_records(units_holding(module))
-    if cut or told is None:  # the module's own load_state_dict need not return what torch's does
-        return left_out if cut else IncompatibleKeys([], [])
+    if cut:
+        return left_out
+    if told is None:  # the module's own load_state_dict need not return what torch's does
+        return IncompatibleKeys([], [])
     (missing, unexpected), clean = told, name_cleaner(module)
     return IncompatibleKeys([clean(key) for key in missing], [clean(key) for key in unexpected])
 
