@@ -205,12 +205,12 @@ class _Writer:
             self._try(lambda: self._put(self.place[name], name, tensor))
 
     def _put(self, file: PlannedFile, name: str, tensor: Tensor) -> None:
-        scope, put = self.opened.get(file.name) or self._open(file)
+        _, put = self.opened.get(file.name) or self._open(file)
         plain = tensor.detach().resolve_conj().resolve_neg()  # else memory holds other numbers
         put(name, plain.to("cpu", file.tensors[name].dtype).contiguous())
         self.missing[file.name].remove(name)
         if not self.missing[file.name]:
-            self._finish(file, scope)
+            self._finish(file)
 
     def _open(self, file: PlannedFile) -> tuple[contextlib.ExitStack, Put]:
         scope = contextlib.ExitStack()
@@ -219,10 +219,11 @@ class _Writer:
         return self.opened[file.name]
 
     def _write_empty(self, file: PlannedFile) -> None:
-        self._finish(file, self._open(file)[0])
+        self._open(file)
+        self._finish(file)
 
-    def _finish(self, file: PlannedFile, scope: contextlib.ExitStack) -> None:
-        del self.opened[file.name]
+    def _finish(self, file: PlannedFile) -> None:
+        scope, _ = self.opened.pop(file.name)
         scope.close()
 
     def _try(self, act: Callable[[], object]) -> None:
