@@ -277,15 +277,13 @@ def _copies_beside(module: nn.Module) -> Copies:
     compared.
     """
     found: Copies = {}
-    for unit in units_holding(module):
-        for bucket in unit.buckets:
-            for entry in bucket.entries:
-                parallel = entry.spec.parallel
-                for axis in () if parallel is None else parallel.axes:
-                    if axis.dim is None and axis.group.size > 1 and is_sharded(entry.param):
-                        of_group = found.setdefault(axis.group.ranks, {})
-                        key = entry.spec.fqn, entry.spec.start, entry.spec.stop
-                        of_group[key] = checksum(to_local(entry.param))
+    buckets = [bucket for unit in units_holding(module) for bucket in unit.buckets]
+    for entry in [entry for bucket in buckets for entry in bucket.entries]:
+        spec = entry.spec
+        for axis in () if spec.parallel is None else spec.parallel.axes:
+            if axis.dim is None and axis.group.size > 1 and is_sharded(entry.param):
+                of_group = found.setdefault(axis.group.ranks, {})
+                of_group[spec.fqn, spec.start, spec.stop] = checksum(to_local(entry.param))
     return found
 
 
