@@ -207,17 +207,7 @@ def _members_of(module: nn.Module, optim: Optimizer) -> list[list[Member]]:
         members: list[Member] = []
         for position, param in enumerate(group["params"]):
             if param in names:
-                leaf = leaf_of(param)
-                entry = find_entry(leaf) if is_sharded(leaf) else None
-                if entry is None and isinstance(optim, OwnerOptimizer):
-                    raise ValueError(
-                        f"optimizer state: {names[param][0]!r} is sharded no more (undo), and each "
-                        "rank of an owner_step has the state of what it owns alone. Call "
-                        "fully_shard again first; another time take the state before undo."
-                    )
-                owner = optim.owner_of(param) if isinstance(optim, OwnerOptimizer) else None
-                part = Part(tuple(names[param]), whole_shape(param), entry, owner=owner)
-                members.append(Member(param, (part,)))
+                members.append(_named_member(optim, param, names))
                 continue
             if pieces is None:
                 pieces = {
@@ -247,6 +237,23 @@ def names_of(module: nn.Module, groups: Iterable[Iterable[Member]]) -> list[list
             names.sort(key=lambda name: order.get(name, len(order)))
         found.append(names)
     return found
+
+
+def _named_member(optim: Optimizer, param: nn.Parameter, names: Names) -> Member:
+    """What an optimizer has of a module's parameter that it holds itself."""
+    leaf = leaf_of(param)
+    entry = find_entry(leaf) if is_sharded(leaf) else None
+    owner = None
+    if isinstance(optim, OwnerOptimizer):
+        if entry is None:
+            raise ValueError(
+                f"optimizer state: {names[param][0]!r} is sharded no more (undo), and each rank of "
+                "an owner_step has the state of what it owns alone. Call fully_shard again first; "
+                "another time take the state before undo."
+            )
+        owner = optim.owner_of(param)
+    part = Part(tuple(names[param]), whole_shape(param), entry, owner=owner)
+    return Member(param, (part,))
 
 
 def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: str) -> Member:
