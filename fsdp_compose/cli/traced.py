@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compose.cli.program import as_main
-from fsdp_compose.report import plot_memory, plot_timeline, trace
+from fsdp_compose.report import Timeline, plot_memory, plot_timeline, trace
 
 
 def main(folder: str, *words: str) -> None:
@@ -28,12 +28,17 @@ def main(folder: str, *words: str) -> None:
             program()
         finally:
             if timeline.spans:
-                timeline.rank = rank
-                timeline.save(Path(folder) / f"rank{rank}.json")
-                if rank == 0:
-                    with suppress(ImportError):
-                        plot_timeline(timeline, Path(folder) / "timeline.svg")
-                        plot_memory(timeline, Path(folder) / "memory.svg")
+                _write(timeline, rank, Path(folder))
+
+
+def _write(timeline: Timeline, rank: int, folder: Path) -> None:
+    """Write a rank's recording, and on rank 0 its pictures, where there is matplotlib."""
+    timeline.rank = rank
+    timeline.save(folder / f"rank{rank}.json")
+    if rank == 0:
+        with suppress(ImportError):
+            plot_timeline(timeline, folder / "timeline.svg")
+            plot_memory(timeline, folder / "memory.svg")
 
 
 def finish_trace(out: Path, ranks: int) -> bool:
