@@ -61,7 +61,6 @@ from fsdp_compose.sharded.spec import (
     ShardedWeightError,
     ShardSpec,
     Writes,
-    refuse,
     refuse_export,
 )
 from fsdp_compose.sharded.tensor import (
@@ -123,7 +122,6 @@ __all__ = [
     "own_slice",
     "part_of",
     "part_slice",
-    "refuse",
     "refuse_arrivals",
     "refuse_export",
     "replace_grad",
