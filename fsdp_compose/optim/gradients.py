@@ -173,17 +173,17 @@ def join_buckets(
         if base is None:
             continue
         bucket = owner_of(find_entry(param))
-        own, known = list(map(id, bucket.views.params)), _know(bucket)
-        if known is None or list(map(buffer_of.get, own)).count(buffers[at]) < len(own):
+        own, facts = list(map(id, bucket.views.params)), _find_facts(bucket)
+        if facts is None or list(map(buffer_of.get, own)).count(buffers[at]) < len(own):
             continue
         if bucket.residence.regraded and not (
-            known.is_dense and _are_slices(grads, bases, base)
+            facts.is_dense and _are_slices(grads, bases, base)
         ):  # where a rank has gaps, parts of other gradients may lie in them
             continue
         if base.numel() == bucket.layout.shard_numel:  # complex ones lie in one of real numbers
-            for gap in known.gaps:
+            for gap in facts.gaps:
                 base.data[gap].zero_()  # without a count: no gradient is written
-            found.append(Gradient(known.names, base, known.groups, param=param))
+            found.append(Gradient(facts.names, base, facts.groups, param=param))
             joined.update(own)
     if len(joined) < len(ids):
         left += [param for param, key in zip(params, ids, strict=True) if key not in joined]
@@ -198,7 +198,7 @@ def _are_slices(grads: Sequence[Any], bases: Sequence[Any], base: torch.Tensor) 
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _BucketFacts:
     """What a bucket's gradients are called, and who has the rest of them."""
 
     mesh: Mesh
@@ -210,20 +210,23 @@ class _Known:
     gaps: tuple[slice, ...]  # where no gradient lies, but a NaN may that all were scaled by
 
 
-_known: WeakKeyDictionary[Bucket, _Known] = WeakKeyDictionary()
+_facts: WeakKeyDictionary[Bucket, _BucketFacts] = WeakKeyDictionary()
 
 
-def _know(bucket: Bucket) -> _Known | None:
+def _find_facts(bucket: Bucket) -> _BucketFacts | None:
     """Names and groups of a bucket's gradients; None where tensor parallelism split one."""
-    known, specs = _known.get(bucket), list(map(_get_spec, bucket.entries))
-    if known is None or known.mesh is not bucket.mesh or known.specs != specs:
-        is_plain = all(spec.parallel is None for spec in specs)
-        names = tuple(map(describe_parameter, specs))
-        groups = groups_of_several((bucket.mesh.shard,))
-        is_dense = sum(spec.numel for spec in specs) == bucket.layout.numel
-        gaps = tuple(_list_gaps(bucket))
-        known = _known[bucket] = _Known(bucket.mesh, specs, names, groups, is_plain, is_dense, gaps)
-    return known if known.is_plain else None
+    facts, specs = _facts.get(bucket), list(map(_get_spec, bucket.entries))
+    if facts is None or facts.mesh is not bucket.mesh or facts.specs != specs:
+        facts = _facts[bucket] = _BucketFacts(
+            mesh=bucket.mesh,
+            specs=specs,
+            names=tuple(map(describe_parameter, specs)),
+            groups=groups_of_several((bucket.mesh.shard,)),
+            is_plain=all(spec.parallel is None for spec in specs),
+            is_dense=sum(spec.numel for spec in specs) == bucket.layout.numel,
+            gaps=tuple(_list_gaps(bucket)),
+        )
+    return facts if facts.is_plain else None
 
 
 def _list_gaps(bucket: Bucket) -> Iterable[slice]:
