@@ -197,7 +197,7 @@ def _show_gradient(
 
     A plain one over it is taken to have been stepped with one.
     """
-    if not _is_of(param, log):
+    if not _is_compared_by(param, log):
         return {}
     is_passed = _name(entry) in passed_over
     is_shown = is_sharded_parameter(param) and entry.spec.start < entry.spec.stop
@@ -205,7 +205,8 @@ def _show_gradient(
     return texts if is_passed else {**texts, STEPS: ""}
 
 
-def _is_of(param: nn.Parameter, log: Log) -> bool:
+def _is_compared_by(param: nn.Parameter, log: Log) -> bool:
+    """Whether the ranks of ``log`` compare what is done to a parameter."""
     bucket = bucket_of(param)
     return bucket is not None and bucket.users.caller is log
 
@@ -216,7 +217,7 @@ def _list_without_gradient(optimizer: torch.optim.Optimizer, log: Log) -> list[t
     with raw():
         missing = list(compress(params, map(is_, map(get_grad, params), repeat(None))))
         trained = [p for p in missing if is_sharded_parameter(p) and requires_grad(p)]
-        trained = [p for p in trained if _is_of(p, log)]
+        trained = [p for p in trained if _is_compared_by(p, log)]
     return [_name(entry) for param in trained for entry in _list_entries(param)]
 
 

@@ -68,7 +68,7 @@ class UnreducedGradient(ShardedTensor):
         return f"{type(self).__name__}({spec.fqn!r} of unit {spec.unit!r}: not reduced yet)"
 
 
-def _keep(gradient: UnreducedGradient, value: torch.Tensor) -> None:
+def _accept_cast(gradient: UnreducedGradient, value: torch.Tensor) -> None:
     """Let ``module.to()`` write back what a cast returned."""
     if value is not gradient and getattr(value, "_entry", None) is not gradient._entry:
         gradient.refuse("data")
@@ -80,7 +80,7 @@ def _make_refusal(name: str) -> Callable[..., NoReturn]:
 
 for _name in "__copy__ __deepcopy__ __format__ __reduce_ex__ full_tensor to_local".split():
     setattr(UnreducedGradient, _name, _make_refusal(_name))
-setattr(UnreducedGradient, "data", property(_make_refusal("data"), _keep))  # noqa: B010
+setattr(UnreducedGradient, "data", property(_make_refusal("data"), _accept_cast))  # noqa: B010
 
 
 def read_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
