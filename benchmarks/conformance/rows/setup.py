@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp_compose as fc
 
 from conformance.libraries import Library, Wrong, compare, data, square
-from conformance.models import Block, Tied, Tower, tower
+from conformance.models import Block, Scaled, Tied, Tower, tower
 from conformance.outcomes import row
 
 
@@ -213,6 +213,21 @@ def packed(lib: Library) -> None:
             return super().forward(x + x @ (self.bytes.to(x.dtype) / 100))
 
     lib.pair(Packed).train()
+
+
+@row("U36", "a trained weight of a class around its tensor, as torchao's float8 weights")
+def around(lib: Library) -> None:
+    def build() -> nn.Module:
+        model = tower()
+        for block in model.blocks:
+            block.down.weight = nn.Parameter(Scaled(block.down.weight.detach(), 1.5))
+        return model
+
+    pair = lib.pair(build)
+    for seed in range(2):
+        pair.backward(seed)
+        pair.step()
+    compare({"output": pair.model(data(9))}, {"output": pair.plain(data(9))})
 
 
 class Lora(nn.Module):
