@@ -18,6 +18,7 @@ from fsdp_compose.sharded import is_sharded
 from autograd_steps import Recomputed, penalty
 from harness import run_ranks
 from models import Tolerance, Tower, Twin, by_block, compare, data, seeded, square
+from wrapped_models import Build, coded, scaled, shard, train
 
 pytestmark = pytest.mark.cuda
 
@@ -96,6 +97,14 @@ def test_weights_travel_encoded(codec: str) -> None:
             dist.all_gather(others, found.detach())
             assert torch.equal(*others)
             found.square().mean().backward()
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("build", [scaled, coded])
+def test_weights_of_a_class_around_tensors(build: Build) -> None:
+    def ranks(rank: int) -> None:
+        train(shard(build().cuda()), build().cuda(), rank, 2, "cuda")
 
     run_ranks(ranks, 2)
 
