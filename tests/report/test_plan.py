@@ -177,7 +177,13 @@ def test_traffic_and_memory_are_those_of_a_real_step(cell: str) -> None:
             assert measured <= 1.02 * planned + activations, (cell, measured, planned)
 
 
-@pytest.mark.parametrize("shard", [one_unit, nested])
+def in_pairs(model: nn.Module) -> None:
+    """Two blocks are a unit, inside of that of the model."""
+    fully_shard([*model.blocks][:2])
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("shard", [one_unit, nested, in_pairs])
 def test_other_choices_of_units(shard: Callable[..., Any]) -> None:
     def ranks(rank: int) -> None:
         model = seeded(Model).float()
