@@ -146,7 +146,7 @@ class Unit:
     prefetch: Prefetch
     switches: Switches
     slots: dict[Slot, int]  # every place a parameter is read from, and its entry
-    options: Any = None  # plans.Options that it was sharded with
+    options: Any  # plans.Options that it was sharded with
     number: tuple[Any, ...] = ()  # the same on every rank; () where there is nothing to compare
     holds: set[Hold] = field(default_factory=set)
     run: Run = field(default_factory=Run)

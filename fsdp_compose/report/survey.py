@@ -204,7 +204,7 @@ def survey_units(module: nn.Module, units: Sequence[Unit]) -> Survey:
             reshard_after_backward=unit.switches.reshard_after_backward,
             unshard_in_backward=unit.switches.unshard_in_backward,
             prefetch=unit.prefetch,
-            static_buffers=0 if unit.options is None else unit.options.buffers_in_turn,
+            static_buffers=unit.options.buffers_in_turn,
             passes_on=_passes_on(unit),
         )
     survey.records += records.values()

@@ -148,7 +148,7 @@ class StaticWork(EngineWork):
 
 def is_static(unit: Unit) -> bool:
     """Whether the unit was sharded with ``static_buffers=``."""
-    return unit.options is not None and bool(unit.options.static_buffers)
+    return bool(unit.options.static_buffers)
 
 
 def use_static_buffers(engine: Engine) -> None:
