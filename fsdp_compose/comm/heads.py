@@ -124,8 +124,8 @@ class Heads:
         Also take their flags: who sent some waits for that, and may be late for what comes next.
         """
         rows = self.wait()
-        self.compare(self.sent, rows)
-        self.taken = self._take_flags(self.sent, rows)
+        self.compare(rows)
+        self.taken = self._take_flags(rows)
 
     def wait(self) -> list[list[int]]:
         """The heads of the other ranks, once they have arrived."""
@@ -161,21 +161,21 @@ class Heads:
         """
         if self.is_outdated():
             return False
-        mine, rows = self.sent, self.rows()
-        self.compare(mine, rows)
+        rows = self.rows()
+        self.compare(rows)
         if self.flags is not None:
-            self._unite(self.flags, mine, rows)
+            self._unite(self.flags, rows)
         return True
 
     def is_outdated(self) -> bool:
         """Whether ranks have disagreed since these were sent."""
         return epoch_of(self.group) != self.epoch or self.group in self.caller.unmet
 
-    def compare(self, mine: list[int], rows: list[list[int]]) -> None:
+    def compare(self, rows: list[list[int]]) -> None:
         """Raise unless every peer does the same."""
-        what = mine[:FLAGS]
+        what = self.sent[:FLAGS]
         if any(row[:FLAGS] != what for row in rows):
-            self.caller.disagree(self.group, _find_meeting((mine, *rows)))
+            self.caller.disagree(self.group, _find_meeting((self.sent, *rows)))
 
     def tag_behind(self, kind: int = _DATA_TAGS) -> int:
         """The tag of what follows: the data, or the flags where ``kind`` says so."""
@@ -191,14 +191,14 @@ class Heads:
         rows.insert(self.group.rank, self.sent)
         return [Offer(*row[OFFER:]) for row in rows]
 
-    def _unite(self, flags: Flags, mine: list[int], rows: list[list[int]]) -> None:
-        for part in self._take_flags(mine, rows) if self.taken is None else self.taken:
+    def _unite(self, flags: Flags, rows: list[list[int]]) -> None:
+        for part in self._take_flags(rows) if self.taken is None else self.taken:
             flags.add(part)
         wait_for(self.flag_works, (), self.purpose)
         if not all(row[FLAGS] for row in rows):
             flags.bits = (1 << flags.count) - 1
 
-    def _take_flags(self, mine: list[int], rows: list[list[int]]) -> list[torch.Tensor]:
+    def _take_flags(self, rows: list[list[int]]) -> list[torch.Tensor]:
         """Receive the flags behind the heads ``rows``; who sent them waits until they are taken."""
         pg: Any = self.group.pg
         received, works = [], []
@@ -383,4 +383,4 @@ def hear(told: Heads) -> None:
     """
     if epoch_of(told.group) != told.epoch:
         return
-    told.compare(told.sent, told.rows())
+    told.compare(told.rows())

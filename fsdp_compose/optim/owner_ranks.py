@@ -79,7 +79,7 @@ class Link:
                 # Of missing gradients more is said below than that they differ.
                 mine = heads.sent[_MISSING]
                 same = [[*row[:_MISSING], mine, *row[_MISSING + 1 :]] for row in rows]
-                heads.compare(heads.sent, same)
+                heads.compare(same)
         finally:
             if log.events and log.events[-1] is event:  # ranks that differ forget all events
                 log.events.pop()
