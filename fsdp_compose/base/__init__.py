@@ -16,6 +16,7 @@ Files, each importing only from those above it:
     modules        the modules inside a module, without what is left out
     torch_groups   torch's private state of process groups
     torch_stack    which of torch's functions called, read from the stack
+    interrupts     Ctrl-C waits for lines that must not end halfway
     exchange       exchanges what two tensor objects hold
     arguments      checks of what functions are given
     codec          what travels in a gather in place of the weights' own bytes

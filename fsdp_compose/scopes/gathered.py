@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_compose.base.arguments import check_flags, check_module
 from fsdp_compose.base.exchange import check_exchangeable
+from fsdp_compose.base.interrupts import hold_interrupts
 from fsdp_compose.base.modules import walk_modules
 from fsdp_compose.base.torch_private import is_opaque, parameter_slots
 from fsdp_compose.buckets.bucket import Bucket, Entry
@@ -34,7 +35,12 @@ from fsdp_compose.core.guards.units import list_all_units
 from fsdp_compose.core.schedule import Hold
 from fsdp_compose.core.state import Unit, find_state, units_with
 from fsdp_compose.scopes.compared_edits import EditComparison
-from fsdp_compose.scopes.module_edits import check_edits, remember_modules, restore_edited
+from fsdp_compose.scopes.module_edits import (
+    Before,
+    check_edits,
+    remember_modules,
+    restore_edited,
+)
 from fsdp_compose.scopes.open_scope import (
     Scope,
     ScopeOptions,
@@ -130,29 +136,33 @@ def gathered(
     clear_failed_steps(units)
     share_plain_gradients(units if with_grads else ())
     _check_entry(units, options)
-    with torch.inference_mode(False):
-        scopes = open_units(units, options)
-    before = remember_modules(module)
-    comparison = EditComparison(units, rank0_only) if writeback else None
+    scopes: dict[Unit, Scope] = {}
+    before: list[Before] = []
+    comparison = None
     try:
+        with torch.inference_mode(False):
+            open_units(units, options, scopes)
+        before = remember_modules(module)
+        comparison = EditComparison(units, rank0_only) if writeback else None
         yield module
         if writeback:
             check_edits(module, units, before)
+        changes = find_replacements(scopes)
+        problem = find_changed_ties(scopes) if writeback else None
+        if writeback and not rank0_only:
+            accept_deletions(scopes, changes)
+        else:
+            restore_edited(before)
+        fulls = restore_modules(scopes)
     except BaseException:
         restore_edited(before)
         try:
             restore_modules(scopes)
         finally:
-            agree_with_rank0(units, options, failed=True)
             if comparison is not None:
+                agree_with_rank0(units, options, failed=True)
                 comparison.tell_failure()
         raise
-    changes, problem = find_replacements(scopes), find_changed_ties(scopes) if writeback else None
-    if writeback and not rank0_only:
-        accept_deletions(scopes, changes)
-    else:
-        restore_edited(before)
-    fulls = restore_modules(scopes)
     # Two parameters may have changed places, so what was put there may be another parameter.
     changes = {entry: fulls.get(id(value), value) for entry, value in changes.items()}
     with torch.no_grad():
@@ -276,13 +286,16 @@ def accept_deletions(scopes: dict[Unit, Scope], changes: dict[Entry, Any]) -> No
             unit.checks.watch = None
 
 
+@hold_interrupts()
 def restore_modules(scopes: dict[Unit, Scope]) -> dict[int, torch.Tensor]:
-    """Let modules and parameters hold what they held before the scope.
+    """Let modules and parameters hold what they held before the scope, if they do not yet.
 
     Where a scope inside this one is still open, this one ends with that one.
 
     Returns the scope's tensors, by the id of the parameter that held each.
     """
+    if all(scope.is_left for scope in scopes.values()):
+        return {}
     ending = {unit: scope for unit, scope in scopes.items() if unit.opened is scope}
     fulls = close_scopes(ending)
     for unit in ending:

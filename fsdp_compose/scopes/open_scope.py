@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.attributes import get_grad, requires_grad
+from fsdp_compose.base.interrupts import hold_interrupts
 from fsdp_compose.base.torch_private import raw, read_version, untraced
 from fsdp_compose.buckets.bucket import Bucket, Entry, full_tensor
 from fsdp_compose.buckets.gather import gather_flat
@@ -61,8 +62,8 @@ class Scope(Opened):
 
 
 @untraced
-def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
-    """Gather the units and let their modules and parameters hold full tensors."""
+def open_units(units: list[Unit], options: ScopeOptions, scopes: dict[Unit, Scope]) -> None:
+    """Gather the units, let their modules and parameters hold full tensors, and fill ``scopes``."""
     fulls: dict[Entry, torch.Tensor] = {}
     grads: dict[Entry, torch.Tensor | None] = {}
     for unit in units:
@@ -80,16 +81,18 @@ def open_units(units: list[Unit], options: ScopeOptions) -> dict[Unit, Scope]:
     may_follow = any(node is not None for unit in units for node in unit.graphs.nodes)
     sums = may_follow and options.writeback and not options.rank0_only
     shown = connect_or_copy(units, fulls, grads, options)
-    key, scopes = object(), dict[Unit, Scope]()
+    key = object()
     try:
-        show_in_scope(shown, key, options)
-        _open_shown(units, scopes, key, options, sums)
+        with hold_interrupts():
+            show_in_scope(shown, key, options)
+            _open_shown(units, scopes, key, options, sums)
     except BaseException:  # such as no memory: nothing was opened
-        for unit in units:
-            _hide_all(unit, key)
-        close_scopes(scopes)
+        with hold_interrupts():
+            for unit in units:
+                _hide_all(unit, key)
+            close_scopes(scopes)
+            scopes.clear()
         raise
-    return scopes
 
 
 def _open_shown(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compose.base.arguments import check_flags, check_kind, check_module
+from fsdp_compose.base.interrupts import hold_interrupts
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import read_version
 from fsdp_compose.buckets.bucket import GATHERED, Bucket, Entry
@@ -144,6 +145,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     return None
 
 
+@hold_interrupts()
 def _show(unit: Unit) -> None:
     if unit.opened is not None:
         return
@@ -270,6 +272,7 @@ def reshard(module: nn.Module) -> None:
         )
 
 
+@hold_interrupts()
 def _end_unshard(unit: Unit) -> list[Entry]:
     """Let parameters and modules hold their slices again; return those that were written."""
     around, opened = None, unit.opened

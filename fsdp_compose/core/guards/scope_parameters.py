@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compose.base.attributes import get_grad, set_grad, set_requires_grad
 from fsdp_compose.base.exchange import swap_contents
+from fsdp_compose.base.interrupts import hold_interrupts
 from fsdp_compose.base.torch_private import (
     call_raw,
     make_subclass,
@@ -365,6 +366,7 @@ def hide_all(entry: Entry) -> None:
         hide(entry, entry.layers[-1].scope)
 
 
+@hold_interrupts()
 def set_trained(entry: Entry, value: bool) -> None:
     """Set ``requires_grad`` of the shard and of the full tensor that the scope shows."""
     if entry.param.requires_grad == value:
@@ -432,6 +434,7 @@ def _wake(entry: Entry) -> None:
         _turn(entry)
 
 
+@hold_interrupts()
 def outdate(entry: Entry) -> None:
     """Let the parameter hold its shard, which was stepped, until its full tensor is renewed."""
     for layer in entry.layers:
@@ -439,6 +442,7 @@ def outdate(entry: Entry) -> None:
     rest(entry)
 
 
+@hold_interrupts()
 def renew(entries: Iterable[Entry]) -> None:
     """Show full tensors again whose memory was gathered into."""
     for entry in entries:
@@ -452,6 +456,7 @@ def renew(entries: Iterable[Entry]) -> None:
                 _exchange(held, entry.layers[-1].rebuild(entry, trained))
 
 
+@hold_interrupts()
 def _turn(entry: Entry) -> None:
     """Exchange what the user's object and the innermost layer hold."""
     held, first = entry.held, entry.layers[0].beneath

@@ -1,0 +1,115 @@
+"""Ctrl-C at any line of a scope of full parameters leaves parameters that hold their slices."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from fsdp_compose import fully_shard, gathered, reshard, unshard
+
+from models import assert_at_rest, data, seeded, sgd, square, units
+
+FILES = {
+    str(Path(str(sys.modules[name].__file__)))
+    for name in (
+        "fsdp_compose.buckets.entries",
+        "fsdp_compose.core.guards.scope_parameters",
+        "fsdp_compose.scopes.gathered",
+        "fsdp_compose.scopes.module_edits",
+        "fsdp_compose.scopes.open_scope",
+        "fsdp_compose.scopes.unshard",
+    )
+}
+
+
+def interrupt_at(number: int, call: Callable[[], Any]) -> bool:
+    """Press Ctrl-C at the place ``number`` of ``FILES`` that ``call`` comes to; whether it did.
+
+    By the signal, in the main thread, where Python looks for it: as a function begins, when a call
+    has returned, and as a loop goes on.
+    """
+    left, before = number, dict[int, str]()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        last = before.get(id(frame), "")
+        before[id(frame)] = "CALL"
+        if event == "opcode":
+            before[id(frame)] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= last.startswith(("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
+            if left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    found = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(found)
+    return left <= 0
+
+
+def edit(model: nn.Module) -> None:
+    with torch.no_grad(), gathered(model, writeback=True):
+        model.weight.mul_(1)
+
+
+def keep(model: nn.Module) -> None:
+    unshard(model)
+    reshard(model)
+
+
+def step(model: nn.Module) -> None:
+    """A step that writes every parameter and leaves it as it is."""
+    unshard(model)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    reshard(model)
+
+
+@pytest.mark.parametrize("call", [edit, keep, step])
+def test_an_interrupt_at_each_place(call: Callable[[nn.Module], None]) -> None:
+    """The parameters are what they were, and a step trains them as one process does."""
+    plain = seeded(lambda: nn.Linear(6, 2))
+    model = fully_shard(copy.deepcopy(plain))
+    (unit,), optims = units(model), [sgd(twin.parameters()) for twin in (plain, model)]
+    number, more = 0, True
+    while more:
+        number += 1
+        more = interrupt_at(number, partial(call, model))
+        reshard(model)
+        model.zero_grad()
+        assert unit.opened is None, number
+        for entry in unit.entries:
+            assert entry.held is entry.param and not entry.layers, number
+            assert type(entry.param).__name__ == "ShardedParameter", number
+        if number % 50 == 0 or not more:
+            for twin, optim in zip((plain, model), optims, strict=True):
+                optim.zero_grad()
+                square(twin, data(number, 0)).backward()
+                optim.step()
+            for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(found.full_tensor(), wanted.detach())
+    assert number > 100
+    model.zero_grad()
+    assert_at_rest(model)
