@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fsdp_compose.checkpoint.optimizer.shapes import OwnedState
 
-_ALWAYS = (int, float, complex, str, bool, bytes, type(None))
+_CONSTANTS = (int, float, complex, str, bool, bytes, type(None))
 
 
 def is_constant(value: object) -> bool:
     """Whether ``value`` is a number, a string or None, which nobody can change."""
-    return type(value) in _ALWAYS
+    return type(value) in _CONSTANTS
 
 
 def load_plain(key: str, file: io.BytesIO) -> Any:

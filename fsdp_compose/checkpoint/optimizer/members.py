@@ -252,7 +252,7 @@ def _named_member(optim: Optimizer, param: nn.Parameter, names: Names) -> Member
                 "another time take the state before undo."
             )
         owner = optim.owner_of(param)
-    part = Part(tuple(names[param]), whole_shape(param), entry, owner=owner)
+    part = Part(names[param], whole_shape(param), entry, owner=owner)
     return Member(param, (part,))
 
 
@@ -287,5 +287,5 @@ def _raw_member(param: Tensor, names: Names, pieces: dict[int, Bucket], where: s
 
 
 def _part(entry: Entry, names: Names, span: slice) -> Part:
-    own_names = tuple(names.get(entry.param, [entry.spec.fqn]))
+    own_names = names.get(entry.param, (entry.spec.fqn,))
     return Part(own_names, entry.spec.whole_shape, entry, span)
