@@ -163,12 +163,9 @@ def _state_of(unit: Unit) -> UnitState:
         gradients=held_gradients(unit),
         packed=sum(b.grads.flat.untyped_storage().nbytes() for b in unit.buckets if b.grads),
         partial=sum(_nbytes(b.arriving.partial) for b in unit.buckets),
-        waiting=sum(_nbytes(t) for b in unit.buckets for t in _list_waiting(b)),
+        waiting=sum(_waiting_bytes(b) for b in unit.buckets),
         spread=sum(_nbytes(b.inner.store) for b in unit.buckets if b.inner and b.spread),
-        weight_copies=sum(
-            _nbytes(b.inner.store if b.inner and not b.spread else _device_copy(b)) + _sent_bytes(b)
-            for b in unit.buckets
-        ),
+        weight_copies=sum(_weight_copy_bytes(b) for b in unit.buckets),
         is_stale=any(_is_stale(unit, b) for b in unit.gathered),
     )
 
@@ -186,8 +183,17 @@ def _count_microbatches(units: Sequence[Unit]) -> Iterator[str]:
                 return
 
 
-def _list_waiting(bucket: Bucket) -> list[torch.Tensor | None]:
-    return [bucket.arriving.waiting, *bucket.arriving.sums.nodes]
+def _waiting_bytes(bucket: Bucket) -> int:
+    return sum(map(_nbytes, (bucket.arriving.waiting, *bucket.arriving.sums.nodes)))
+
+
+def _weight_copy_bytes(bucket: Bucket) -> int:
+    """What is kept for gathers to read in place of the shard."""
+    kept = None if bucket.device_copy is None else bucket.device_copy.tensor
+    if bucket.inner and not bucket.spread:
+        kept = bucket.inner.store
+    sent = None if bucket.views.sent is None else bucket.views.sent.lease.memory
+    return _nbytes(kept) + _nbytes(sent)
 
 
 def _explain_hold(unit: Unit, why: Hold) -> str:
@@ -228,14 +234,6 @@ def _count_other(survey: Survey) -> int:
     outside = list(survey.outside.values())
     grads = [p.grad for p in outside if p.grad is not None]
     return survey.buffer_bytes + sum(t.nbytes for t in map(part_of, [*outside, *grads]))
-
-
-def _device_copy(bucket: Bucket) -> torch.Tensor | None:
-    return None if bucket.device_copy is None else bucket.device_copy.tensor
-
-
-def _sent_bytes(bucket: Bucket) -> int:
-    return 0 if bucket.views.sent is None else _nbytes(bucket.views.sent.lease.memory)
 
 
 def _describe_now(engine: Engine) -> Iterator[str]:
