@@ -195,6 +195,18 @@ def test_other_choices_of_units(shard: Callable[..., Any]) -> None:
     run_ranks(ranks)
 
 
+def test_what_is_read_where_it_lies_is_not_received() -> None:
+    """Ranks of one host read each other's gradients; with messages there is room for them."""
+
+    def ranks(rank: int) -> None:
+        for transport in (None, PAIRS):  # of the same groups
+            model = by_block(seeded(Model).float(), transport=transport)
+            received = max(moment.peak.received for moment in plan(model).moments)
+            assert (received == 0) is (transport is None)
+
+    run_ranks(ranks)
+
+
 class Parts(nn.Module):
     """Units next to each other with nothing around them, one of them of two modules."""
 
