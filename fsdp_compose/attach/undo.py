@@ -155,9 +155,9 @@ def restore_parameters(bucket: Bucket, only: Sequence[Entry] | None = None) -> N
         with raw():
             param.grad = None
             untag(param)
-            if spec.parallel is not None and spec.is_dtensor:
+            if spec.is_dtensor:
                 close_dtensor(param, part, spec)
-                grad = None if grad is None else spec.parallel.wrap(grad)
+                grad = None if grad is None else spec.wrap(grad)
             elif entry.wrapper is not None:
                 close_wrapped(param, part, entry.wrapper)
             else:
