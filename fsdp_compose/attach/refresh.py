@@ -398,13 +398,10 @@ def _find_prefixes(unit: Unit, change: _Change) -> dict[str, str]:
     if len(unit.modules) == 1:
         return {"": f"{unit.name}."} if change.plan.is_named else {}
     found: dict[str, str] = {}
-    for bucket in unit.buckets:
-        for entry in bucket.entries:
-            if entry.names:
-                position, _, name = entry.names[0].partition(".")
-                fqn = entry.spec.fqn
-                if fqn.endswith(name):
-                    found.setdefault(position, fqn[: len(fqn) - len(name)])
+    own = unit.entries[: len(unit.entries) - len(unit.borrowed)]
+    for entry in {own[index] for index in unit.slots.values() if index < len(own)}:
+        position, _, name = entry.names[0].partition(".")  # others read by now have names elsewhere
+        found[position] = entry.spec.fqn.removesuffix(name)
     return found
 
 
@@ -412,7 +409,7 @@ def _rename_entry(entry: Entry, item: ParameterPlan, prefixes: dict[str, str]) -
     """Record where, and under which names, modules read the parameter now."""
     first = item.names[0]
     position, _, rest = first.partition(".")
-    if position in prefixes and "" not in prefixes:
+    if position in prefixes:
         fqn = prefixes[position] + rest
     else:
         fqn = prefixes.get("", "") + first

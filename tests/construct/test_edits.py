@@ -25,7 +25,7 @@ from fsdp_compose import (
     undo,
     wrap,
 )
-from fsdp_compose.sharded import is_sharded
+from fsdp_compose.sharded import is_sharded, spec_of
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import (
@@ -392,6 +392,32 @@ def test_reading_a_sharded_weight_says_what_to_call(use: Any, text: str) -> None
         assert re.search(rf"of which rank {rank} holds (no )?elements", error)
         assert "`with fsdp_compose.gathered(module):`" in error
         assert re.search(r"fully_shard\(module, methods=\('forward', ", error)
+
+
+def test_names_of_a_unit_that_gave_a_parameter_away() -> None:
+    """Of several modules; what moved has its name in the unit that reads it now."""
+    parts = nn.ModuleDict({name: nn.Sequential(nn.Linear(2, 2)) for name in "abc"})
+    fully_shard([parts["a"], parts["b"]])
+    fully_shard(parts["c"])
+    model: Any = fully_shard(InTurn(parts))
+    (first,), (last,) = parts["a"], parts["c"]
+    last.weight, first.weight = first.weight, nn.Parameter(torch.ones(2, 2))
+    refresh(model)
+    parts["b"].scale = nn.Parameter(torch.ones(3))
+    parts["a"].scale = nn.Parameter(torch.ones(3))
+    refresh(model)
+    assert {spec_of(p).fqn for p in model.parameters()} == {*dict(model.named_parameters())}
+
+
+class InTurn(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
 
 
 def test_a_unit_that_one_rank_removed() -> None:
