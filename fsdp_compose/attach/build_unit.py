@@ -171,9 +171,7 @@ def build_bucket(plan: UnitPlan, bucket_plan: BucketPlan) -> Bucket:
     params = [entry.param for entry in entries]
     leaf_hooks = [take_leaf_hooks(param) for param in params]
     grads = [param.grad for param in params]
-    for entry, param in zip(
-        entries, params, strict=True
-    ):  # free the whole before the bucket's buffers are made
+    for entry, param in zip(entries, params, strict=True):  # free the whole before buffers are made
         param.grad = None
         if isinstance(param, DTensor):
             open_dtensor(param)
@@ -241,8 +239,10 @@ def _cut_shard(
         kind = nn.Parameter if spec.is_dtensor or wrapper is not None else type(item.param)
         names, asked = tuple(item.names), item.param.grad_dtype
         grad_dtype = None if asked == part.dtype else asked
-        entry = Entry(item.param, spec, names, item.slots, kind=kind, grad_dtype=grad_dtype)
-        entry.wrapper, entry.origin = wrapper, origin
+        entry = Entry(
+            item.param, spec, names, item.slots, kind=kind, wrapper=wrapper, grad_dtype=grad_dtype
+        )
+        entry.origin = origin
         entries.append(entry)
     return shard, entries
 

@@ -32,11 +32,9 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         spec = replace(entry.spec, residence=residence, hooks=Hooks())
         if entry.kind is not torch.nn.Parameter:
             param.__dict__.update(copy.deepcopy(attributes_of(entry.param), memo))
-        copied_entry = Entry(
-            param, spec, entry.names, [], kind=entry.kind, grad_dtype=entry.grad_dtype
-        )
-        copied_entry.wrapper = entry.wrapper
-        entries.append(copied_entry)
+        twin = Entry(param, spec, entry.names, [], kind=entry.kind, grad_dtype=entry.grad_dtype)
+        twin.wrapper = entry.wrapper
+        entries.append(twin)
     given = [to_local(entry.param) for entry in entries]
     stored = bucket.stored.detach()
     copied = make_bucket(

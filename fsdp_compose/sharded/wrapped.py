@@ -117,7 +117,7 @@ def find_wrapper(tensor: Tensor) -> Wrapper | None:
     None for a plain tensor; for a class that does not say what it keeps; and for one around several
     tensors, or one of another place, that is trained or has no memory yet.
     """
-    kept, end = _describe(tensor, 0)
+    kept, end = _describe(tensor, 0) if is_opaque(tensor) else (None, 0)
     if not isinstance(kept, _Kept):
         return None
     alone = _Dense(kept.size, kept.stride, tensor.dtype, 0)
