@@ -127,6 +127,14 @@ def test_scopes_and_calls_compute_with_the_class() -> None:
         named = dict(model.named_parameters())
         called = torch.func.functional_call(model, named, (batch(1),))
         torch.testing.assert_close(called, reference(batch(1)))
+        name = "0.weight" if build is scaled else "0.base.weight"
+        for plain in (named[name].detach(), named[name].full_tensor()):
+            with pytest.raises(RuntimeError, match=r"plain tensor, where the parameter was a "):
+                torch.func.functional_call(model, {name: plain}, (batch(1),))
+        given = build().get_parameter(name).detach()  # of the class
+        called = torch.func.functional_call(model, {name: given}, (batch(1),))
+        wanted = torch.func.functional_call(reference, {name: given}, (batch(1),))
+        torch.testing.assert_close(called, wanted)
         with gathered(model):
             bias = {k: v + 1 for k, v in model.named_parameters() if k == "0.bias"}
             wanted = {k: v + 1 for k, v in reference.named_parameters() if k == "0.bias"}

@@ -69,8 +69,15 @@ def find_given_tensors(unit: Unit) -> GivenTensors:
 
 def _check(unit: Unit, index: int, value: torch.Tensor) -> None:
     """Raise when ``value`` cannot be read in the place of the entry's parameter."""
-    spec = unit.entries[index].spec
+    spec, wrapper = unit.entries[index].spec, unit.entries[index].wrapper
     what = f"parameter {spec.fqn!r} of unit {unit.name!r}: functional_call was given"
+    if wrapper is not None and not isinstance(value, wrapper.kept.kind):
+        kind = wrapper.kept.kind.__name__
+        raise RuntimeError(
+            f"{what} a plain tensor, where the parameter was a {kind}, a class that computes in "
+            f"its own way; wanted a {kind} around full tensors. Leave the parameter out of the "
+            "dictionary to compute with its own values, or undo(copy.deepcopy(module)) first."
+        )
     if is_sharded(value):
         other = spec_of(value)
         if _find_place(other) != _find_place(spec):
@@ -187,5 +194,5 @@ def _gather_given(unit: Unit, found: GivenTensors) -> GivenTensors:
             slices = [view_local(tensor) for tensor in given]
             whole = Spread.apply(bucket, entries, bucket.full.dtype, *slices)
         for index, entry, full in zip(indices, entries, whole, strict=True):
-            fulls[index] = wrap(entry.spec.wrap(full), entry)
+            fulls[index] = entry.spec.wrap(full)
     return fulls
