@@ -40,12 +40,10 @@ def add_in_tree(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
     """Set ``total`` to the sum of ``parts``: neighbours first, then sums of neighbours.
 
     Args:
-        parts: a power of two of them, all of one dtype.
+        parts: a power of two of them, 2 or more, all of one dtype.
         total: of the dtype in which is added; it may be the memory of the first or second part.
     """
-    if len(parts) == 1:
-        total.copy_(parts[0])
-    elif len(parts) == 2 and parts[0].dtype == total.dtype:
+    if len(parts) == 2 and parts[0].dtype == total.dtype:
         torch.add(parts[0], parts[1], out=total)
     elif len(parts) == 2:
         total.copy_(parts[0]).add_(parts[1])

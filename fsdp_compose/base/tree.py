@@ -228,11 +228,11 @@ def _register_leaves(tree: Any) -> None:
 
 def _register_mapping(kind: type) -> None:
     def flatten(value: Mapping[Any, Any]) -> tuple[list[Any], Any]:
-        return [value[key] for key in value], (_Same(value), tuple(value))
+        return [value[key] for key in value], (value, tuple(value))
 
     def unflatten(context: Any, children: Any) -> Any:
-        same, keys = context
-        rebuilt = copy.copy(same.value)
+        before, keys = context
+        rebuilt = copy.copy(before)
         for key, child in zip(keys, children, strict=True):
             rebuilt[key] = child
         return rebuilt
@@ -242,17 +242,14 @@ def _register_mapping(kind: type) -> None:
 
 def _register_sequence(kind: type) -> None:
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        return _items_of(value), _Same(value)
+        return _items_of(value), value
 
-    def unflatten(same: Any, children: Any) -> Any:
-        before, items = same.value, list(children)
-        if all(item is old for item, old in zip(items, _items_of(before), strict=True)):
-            return before  # such as a torch.Size, which is made in its own way
+    def unflatten(before: Any, children: Any) -> Any:
         if isinstance(before, list):
             rebuilt = copy.copy(before)
-            rebuilt[:] = items
+            rebuilt[:] = list(children)
             return rebuilt
-        made: Any = tuple.__new__(kind, items)
+        made: Any = tuple.__new__(kind, children)
         if vars_of(before):
             vars(made).update(vars(before))
         return made
@@ -271,11 +268,11 @@ def _register_dataclass(kind: type) -> None:
     def flatten(value: Any) -> tuple[list[Any], Any]:
         own = vars(value) if vars_of(value) else {}
         present = tuple(name for name in names if name in own or _has_slot(value, name))
-        return [getattr(value, name) for name in present], (_Same(value), present)
+        return [getattr(value, name) for name in present], (value, present)
 
     def unflatten(context: Any, children: Any) -> Any:
-        same, present = context
-        rebuilt = copy.copy(same.value)
+        before, present = context
+        rebuilt = copy.copy(before)
         for name, child in zip(present, children, strict=True):
             object.__setattr__(rebuilt, name, child)
         return rebuilt
@@ -286,16 +283,3 @@ def _register_dataclass(kind: type) -> None:
 def vars_of(value: Any) -> bool:
     """Whether the instance keeps its fields in a dictionary (it has no ``__slots__``)."""
     return isinstance(getattr(value, "__dict__", None), dict)
-
-
-class _Same:
-    """The object that was flattened, to copy what is not a field; equal to every other."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same)
-
-    def __hash__(self) -> int:
-        return 0
