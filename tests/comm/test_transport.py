@@ -308,14 +308,18 @@ def test_half_gradients_are_divided_before_the_sum(
     run_ranks(ranks, 2)
 
 
-def test_half_gradients_near_the_limit_do_not_overflow() -> None:
+@pytest.mark.parametrize(("x", "factor"), [(200.0, 300.0), (2.0**-23, 1.0)])
+def test_half_gradients_near_the_limits_stay(x: float, factor: float) -> None:
+    """The largest do not overflow, and the smallest are divided by no more than that takes."""
+
     def ranks(rank: int) -> None:
         linear = nn.Linear(8, 1, bias=False)
         model = fully_shard(linear, mp_policy=MixedPrecision(torch.float16, torch.float16))
-        (model(torch.full((1, 8), 200.0, dtype=torch.float16)).float() * 300).sum().backward()
+        out = model(torch.full((1, 8), x, dtype=torch.float16))
+        (out.float() * factor).sum().backward()
         grad = model.weight.grad
         assert grad is not None
-        assert torch.equal(grad.full_tensor(), torch.full((1, 8), 60000.0)), grad.full_tensor()
+        assert torch.equal(grad.full_tensor(), torch.full((1, 8), x * factor)), grad.full_tensor()
 
     run_ranks(ranks, 2)
 
