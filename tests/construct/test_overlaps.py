@@ -211,3 +211,14 @@ def test_lazy_modules_are_refused_with_units_too() -> None:
         fully_shard(nn.Sequential(nn.LazyLinear(3)), units=wrap.by_class({nn.Linear}))
     with pytest.raises(ValueError, match="Lazy ones have no shape yet"):
         fully_shard(nn.Sequential(nn.LazyLinear(3)), units=wrap.by_size(10))
+
+
+def test_modules_that_are_gathered_together() -> None:
+    """Each of them is looked through, and named by its place in the list."""
+    memory = torch.randn(2, 2)
+    first, second, third = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    second.weight, third.weight = nn.Parameter(memory), nn.Parameter(memory)
+    with pytest.raises(ValueError, match=r"parameter '1.weight' and parameter '2.weight' are diff"):
+        fully_shard([first, second, third])
+    third.weight = nn.Parameter(memory.clone())
+    fully_shard([first, second, third])

@@ -370,3 +370,17 @@ def test_methods_that_run_later_are_refused(name: str, kind: str) -> None:
 
     with single_process(), pytest.raises(ValueError, match=f"'{name}', which is {kind}: its body"):
         fully_shard(Later(2, 2), methods=(name,))
+
+
+def test_forward_itself_is_not_wrapped() -> None:
+    """Modules call it with their hooks; of each unit, what else it has gathers."""
+
+    def wrapped(model: nn.Module) -> list[list[str]]:
+        found = [vars(unit.modules[0]()) for unit in units(model)]
+        return [[k for k, value in values.items() if isinstance(value, Method)] for values in found]
+
+    policy = wrap.by_class({Scaled}, methods=("forward", "gain"))
+    for methods in (("forward",), ("forward", "encode", "fail")):
+        model = fully_shard(Coder(), units=policy, methods=methods)
+        assert wrapped(model) == [[*methods[1:]], ["gain"], ["gain"]]
+    assert wrapped(fully_shard(Coder(), units=wrap.by_class({Scaled}))) == [[], [], []]
