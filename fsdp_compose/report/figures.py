@@ -335,7 +335,7 @@ def _verdict(plan: Plan) -> str:
     assert plan.device_memory is not None
     left = plan.device_memory - plan.needed
     room = "for kernels and the allocator" if plan.activations else "for activations and the rest"
-    if left >= 0:
+    if plan.fits:
         return f"it fits: {size(left)} are left {room}"
     return f"it does NOT fit: {size(-left)} too much"
 

@@ -235,7 +235,8 @@ def test_a_sample_is_counted_and_changes_nothing() -> None:
     assert bare.needed == bare.memory.total < found.needed
     assert found.activations is not None
     exactly, less = (plan(model, device_memory=bare.needed - n, **options) for n in (0, 1))
-    assert exactly.fits is True and less.fits is False
+    assert exactly.fits is True and "it fits: 0 B are left" in str(exactly)
+    assert less.fits is False and "it does NOT fit: 1 B too much" in str(less)
     wide = replace(found, activations=replace(found.activations, forward=1 << 40))
     assert wide.needed == wide.memory.persistent + wide.memory.forward.total + (1 << 40)
     full = plan(model, world_size=4, units=options["units"], sample={"tokens": TOKENS})
