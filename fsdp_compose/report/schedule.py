@@ -195,7 +195,7 @@ class _Ledger:
     def _is_encoded(self, i: int) -> bool:
         """Whether a gather reads what a codec makes of the shards, not what was kept of them."""
         bucket = self.buckets[i]
-        return bucket.encoded_bytes is not None and not (self.is_spread[i] and bucket.spread)
+        return bucket.encoded_bytes is not None and not self.is_spread[i]
 
     def _decode(self, i: int) -> None:
         if self.is_encoded[i]:
@@ -246,7 +246,7 @@ class _Ledger:
 
     def _count_gather(self, i: int) -> None:
         bucket = self.buckets[i]
-        if bucket.ranks == 1 or not bucket.full_bytes:
+        if not bucket.full_bytes:
             return
         ranks = bucket.spread if self.is_spread[i] and bucket.spread else bucket.gather_ranks
         if bucket.fused > 1 and i not in self.refreshed:
