@@ -392,10 +392,14 @@ def test_loaded_weights_are_not_initialised_again() -> None:
     """A module on meta would reset a layer inside it that was loaded: an error on every rank."""
 
     def ranks(rank: int) -> None:
-        model = on_meta(Gated)
-        model.lin = nn.Linear(WIDTH, WIDTH)
-        with pytest.raises(ValueError, match=r"wrote 'lin\.weight' inside it too"):
-            fully_shard(model)
+        for inner, name in (
+            (nn.Linear(WIDTH, WIDTH), "weight"),
+            (nn.BatchNorm1d(WIDTH, affine=False), "running_mean"),
+        ):
+            model = on_meta(Gated)
+            model.lin = inner
+            with pytest.raises(ValueError, match=rf"wrote 'lin\.{name}' inside it too"):
+                fully_shard(model)
         model = on_meta(Gated)  # where the layer is on meta, resetting it twice is harmless
         fully_shard(model, units=wrap.by_class(nn.Linear))
         assert torch.equal(whole(model.gate), torch.ones(WIDTH))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def test_a_recording_has_every_gather_and_reduction() -> None:
         rows = dict(zip(labels, zip(*parts.values(), strict=True), strict=True))
         assert rows["forward, planned"] == rows["forward, measured"]
         assert rows["backward, planned"] == rows["backward, measured"]
+        forward = [moment for moment in step.moments if moment.phase == "forward"]
+        labels, _ = _peaks(plan, replace(step, moments=forward))
+        assert labels == ["forward, planned", "forward, measured", "backward, planned"]
         assert timeline.moments[-1].total == 0
 
     run_ranks(ranks)
