@@ -262,7 +262,7 @@ def check_memory(rank: int) -> None:
 
 def keep_own_flags() -> None:
     """A rank hears of no parameter that only others used."""
-    comm.Heads._unite = lambda self, flags, mine, rows: None
+    comm.Heads._unite = lambda self, flags, rows: None
 
 
 def check_unused(rank: int) -> None:
