@@ -129,16 +129,14 @@ def gathered(
             "gathered: with_grads and rank0_only do not go with writeback; write gradients "
             "back without rank0_only."
         )
-    leaf_mode = with_grads or rank0_only or offload_to_cpu
-    connected = torch.is_grad_enabled() and not leaf_mode
+    connected = torch.is_grad_enabled() and not (with_grads or rank0_only or offload_to_cpu)
     options = ScopeOptions(writeback, with_grads, rank0_only, offload_to_cpu, connected)
     units = find_units(module, recurse)
     clear_failed_steps(units)
     share_plain_gradients(units if with_grads else ())
     _check_entry(units, options)
     scopes: dict[Unit, Scope] = {}
-    before: list[Before] = []
-    comparison = None
+    before, comparison = list[Before](), None
     try:
         with torch.inference_mode(False):
             open_units(units, options, scopes)
