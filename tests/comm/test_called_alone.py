@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compose as fc
-from fsdp_compose.base.group import Group
+from fsdp_compose.base.group import Group, Started, Transport
 from fsdp_compose.comm import collectives as comm
 from fsdp_compose.comm import heads, transports
+from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, by_block, data, mesh_of_replicas, seeded, sgd, square, units
@@ -267,3 +268,21 @@ def test_a_dead_rank_keeps_no_other_untold(dead: int, monkeypatch: pytest.Monkey
                 square(model, data(0, rank)).backward()
 
     simulate_ranks(ranks, 4)
+
+
+def test_a_transport_that_waits_begins_when_all_do_the_same() -> None:
+    """A function of a user's own may wait for ranks that never come: they are heard before it."""
+
+    def gather(whole: Tensor, parts: Any, own: Tensor, call: Any) -> Any:
+        for work in AT_ONCE.gather(whole, parts, own, call).works:
+            work.wait()
+        return Started()
+
+    def ranks(rank: int) -> None:
+        mine = Transport(gather, PAIRS.reduce_scatter, PAIRS.all_reduce, PAIRS.exchange, True)
+        model = by_block(seeded(Tower), transport=mine)
+        square(model, data(0, rank)).backward()
+        square(model, data(1, rank)) if rank else fc.state_dict(model, "full")
+
+    for text in rank_errors(ranks, 2):
+        assert text is not None and "rank 0 wants to call state_dict" in text, text

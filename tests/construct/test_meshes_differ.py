@@ -21,7 +21,8 @@ from fsdp_compose import (
     refresh,
     set_gradient_divide_factor,
 )
-from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER
+from fsdp_compose.base.process import here
+from fsdp_compose.base.torch_private import KEEPS_RANK_ORDER, default_store
 
 from harness import rank_errors, run_ranks, simulate_ranks
 from models import Tower, Twin, by_block, units
@@ -113,6 +114,24 @@ def test_ranks_that_wait_for_late_ones_do_not_differ() -> None:
         fully_shard(model)
 
     run_ranks(ranks, 3)
+
+
+def test_ranks_in_time_touch_no_store() -> None:
+    """One that waits says where, and takes that back."""
+
+    def ranks(rank: int) -> None:
+        store, places = default_store(), [f"fsdp_compose/meets/{r}" for r in range(2)]
+        fully_shard(nn.Linear(2, 2))
+        dist.barrier()
+        assert not any(store.check([place]) for place in places)
+        if rank:
+            here.clock.sleep(60.0)
+            assert b"[0, 1]" in store.get(places[0])
+        fully_shard(nn.Linear(2, 2))
+        dist.barrier()
+        assert store.get(places[0]) == b"" and not store.check(places[1:])
+
+    simulate_ranks(ranks)
 
 
 def test_declared_parts_over_different_meshes() -> None:
