@@ -270,7 +270,7 @@ def test_a_dead_rank_keeps_no_other_untold(dead: int, monkeypatch: pytest.Monkey
     simulate_ranks(ranks, 4)
 
 
-def test_a_transport_that_waits_begins_when_all_do_the_same() -> None:
+def test_a_transport_that_waits_begins_with_all_ranks() -> None:
     """A function of a user's own may wait for ranks that never come: they are heard before it."""
 
     def gather(whole: Tensor, parts: Any, own: Tensor, call: Any) -> Any:
