@@ -40,6 +40,12 @@ def test_balance_keeps_holders_and_levels_the_rest(
     assert max(loads) <= sum(work) / ranks + max(work, default=0)
 
 
+def test_ranks_are_busy_with_what_they_hold() -> None:
+    """The first rank too: what nobody holds goes to the other one."""
+    for holder in (0, 1):
+        assert balance([5.0, 1.0, 1.0], [holder, None, None], 2) == [holder, 1 - holder, 1 - holder]
+
+
 @given(
     st.lists(st.lists(st.tuples(sizes, st.sampled_from(["tensor", 1])), max_size=6), max_size=5),
     st.integers(1, 5),
