@@ -118,10 +118,11 @@ class Adapted(nn.Module):
         self.base = nn.Linear(6, 6, bias=False)
         self.base.weight = nn.Parameter(Coded.of(self.base.weight, block), requires_grad=False)
         self.odd = nn.Parameter(torch.ones(5, dtype=torch.uint8), requires_grad=False)
+        self.shift = nn.Parameter(torch.ones(6), requires_grad=False)
         self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.base(x) + self.up(self.down(x))) * self.odd[0]
+        return torch.relu(self.base(x + self.shift) + self.up(self.down(x))) * self.odd[0]
 
 
 def scaled() -> nn.Module:
