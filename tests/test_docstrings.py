@@ -61,5 +61,5 @@ def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found, f"{name} has no example in its docstring"
     said: list[str] = []
     for test in found:
-        doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append)
+        doctest.DocTestRunner(verbose=False, optionflags=OPTIONS).run(test, out=said.append)
     assert not said, "".join(said)
