@@ -134,16 +134,16 @@ class Heads:
             if self.aside is None or self.aside.failure is not None:
                 self.aside = WaitAside(self.works, self.peers, self.purpose)
             self.aside.wait()
-            self.works = ()
+            self.works = self.peers = ()
             return self.arrived()
         try:
             wait_for(self.works, self.peers, self.purpose)
         except BaseException:  # after Ctrl-C this rank may come back, for what has not come yet
-            pairs = [*zip(self.works, self.peers, strict=True)]
-            self.works = [work for work, _ in pairs if not work.is_completed()]
-            self.peers = [peer for work, peer in pairs if not work.is_completed()]
+            waits = zip(self.works, self.peers, strict=True)
+            pairs = [(work, peer) for work, peer in waits if not work.is_completed()]
+            self.works, self.peers = [work for work, _ in pairs], [peer for _, peer in pairs]
             raise
-        self.works = ()
+        self.works = self.peers = ()
         return self.arrived()
 
     def arrived(self) -> list[list[int]]:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compose as fc
-from fsdp_compose.base.group import Group
+from fsdp_compose.base.group import SELF, Group
 from fsdp_compose.base.mesh import group_of
 from fsdp_compose.base.parts import cut_by_rank
 from fsdp_compose.base.process import here
 from fsdp_compose.base.torch_private import default_store
+from fsdp_compose.comm import heads
 from fsdp_compose.comm.collectives import gather_objects, gather_parts
 from fsdp_compose.comm.transports import AT_ONCE, PAIRS
 
@@ -244,3 +245,27 @@ def test_a_rank_that_never_comes_is_named() -> None:
     for text in (first, last):
         assert "waits to compare notes in fully_shard, and rank 1 does not answer" in text
         assert text.endswith("nothing has come or gone for 1800 s, the timeout")
+
+
+def test_what_comes_while_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that was left keeps as many peers as messages, whatever comes in between."""
+
+    class Coming:
+        is_here = False
+
+        def is_completed(self) -> bool:
+            was_here, self.is_here = self.is_here, True
+            return was_here
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(heads, "wait_for", stop)
+    caller: Any = None
+    told = heads.Heads(caller, SELF, [], [], {}, [Coming(), Coming()], [1, 2], "gather", 0)
+    with pytest.raises(KeyboardInterrupt):
+        told.wait()
+    assert len(told.works) == len(told.peers) == 2
+    with pytest.raises(KeyboardInterrupt):
+        told.wait()
+    assert told.works == told.peers == []
