@@ -178,6 +178,8 @@ def _write_in_forward(run: Run, n: int, seed: int) -> None:
     if not found[0] or recomputes(run) or run.waiting:
         return
     ours, plain = (leaves_[n % len(leaves_)] for leaves_ in found)
+    if not sharded.is_sharded(ours.weight):  # it was ignored
+        return
     if _count_uses(run, plain.weight, seed) != 1:  # torch refuses what was written between uses
         return
     is_kept = sharded.spec_of(ours.weight).group.size == 1  # units differ with ``mixed``
