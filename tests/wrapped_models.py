@@ -26,6 +26,7 @@ __all__ = [
     "part",
     "scaled",
     "shard",
+    "tied",
     "train",
 ]
 
@@ -136,6 +137,20 @@ def scaled() -> nn.Module:
 def coded() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Adapted(), Adapted())
+
+
+class Tied(nn.Sequential):
+    """Two layers that read one weight of such a class."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(6, 6) for _ in range(3)]
+        layers[0].weight = layers[1].weight = nn.Parameter(Scaled(layers[0].weight.detach(), 1.5))
+        super().__init__(layers[0], nn.Tanh(), *layers[1:])
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied()
 
 
 Build = Callable[[], nn.Module]

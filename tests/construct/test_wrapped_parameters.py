@@ -31,6 +31,7 @@ from wrapped_models import (
     part,
     scaled,
     shard,
+    tied,
     train,
 )
 
@@ -51,6 +52,22 @@ def test_it_trains_as_in_one_process(build: Build, name: str) -> None:
 
     for world in (1, 2, 4):
         simulate_ranks(ranks, world, world)
+
+
+@pytest.mark.parametrize("build", [scaled, coded, tied])
+def test_other_strategies_train_it_too(build: Build) -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for options in (
+            {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": mesh},
+            {"strategy": ShardingStrategy.HYBRID_SHARD_OPTIMIZER, "mesh": mesh},
+            {"reshard_after_forward": 2},
+            {"static_buffers": True, "prefetch": fc.Prefetch(forward=2, backward=2)},
+        ):
+            model = fully_shard(build(), units=UNITS, **options)
+            train(model, build(), rank, 4)
+
+    simulate_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize("build", [scaled, coded])
