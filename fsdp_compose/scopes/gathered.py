@@ -46,6 +46,7 @@ from fsdp_compose.scopes.open_scope import (
     ScopeOptions,
     close_scopes,
     has_grad,
+    leave_interrupted_calls,
     open_units,
     remember_versions,
     version_of,
@@ -143,16 +144,18 @@ def gathered(
         before = remember_modules(module)
         comparison = EditComparison(units, rank0_only) if writeback else None
         yield module
+        problem = leave_interrupted_calls(scopes)
         if writeback:
             check_edits(module, units, before)
         changes = find_replacements(scopes)
-        problem = find_changed_ties(scopes) if writeback else None
+        problem = problem or (find_changed_ties(scopes) if writeback else None)
         if writeback and not rank0_only:
             accept_deletions(scopes, changes)
         else:
             restore_edited(before)
         fulls = restore_modules(scopes)
     except BaseException:
+        leave_interrupted_calls(scopes)
         restore_edited(before)
         try:
             restore_modules(scopes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from fsdp_compose.buckets.gather import gather_flat
 from fsdp_compose.core.gathering import install, install_leaves
 from fsdp_compose.core.guards.connect import connect, is_running
 from fsdp_compose.core.guards.forward_writes import leaf_versions_of
+from fsdp_compose.core.guards.interrupts import leave_scoped
 from fsdp_compose.core.guards.moved_parameters import shard_of
 from fsdp_compose.core.guards.replicas import sum_bytes
 from fsdp_compose.core.guards.scope_parameters import (
@@ -122,6 +123,14 @@ def _open_shown(
         if sums:
             scope.sums = [sum_bytes(tensor) for tensor in tensors]
         install(unit, tensors)
+
+
+def leave_interrupted_calls(units: Iterable[Unit]) -> str | None:
+    """Let modules hold the scope's tensors after forwards that Ctrl-C ended.
+
+    Returns the error text where a copy that was made for such a forward alone was written.
+    """
+    return next(filter(None, list(map(leave_scoped, units))), None)
 
 
 def close_scopes(scopes: Mapping[Unit, Scope]) -> dict[int, torch.Tensor]:

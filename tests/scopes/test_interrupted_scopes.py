@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fsdp_compose import fully_shard, gathered, reshard, unshard
+from fsdp_compose import MixedPrecision, fully_shard, gathered, reshard, unshard
 
 from models import assert_at_rest, data, seeded, sgd, square, units
 
@@ -113,3 +113,90 @@ def test_an_interrupt_at_each_place(call: Callable[[nn.Module], None]) -> None:
     assert number > 100
     model.zero_grad()
     assert_at_rest(model)
+
+
+class Stopped(nn.Module):
+    """A linear layer whose forward is interrupted on its first call, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 2), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs: torch.Tensor = self.layer(inputs)
+        if self.calls == 1:
+            raise KeyboardInterrupt
+        return outputs
+
+
+def stop_once(model: nn.Module) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        model(data(0, 0))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_interrupted_forward_in_a_scope(goes_on: bool) -> None:
+    """What is written back is the scope's tensor, and not the copy the forward computed on."""
+    plain = seeded(Stopped)
+    model = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecision(torch.bfloat16))
+    (unit,) = units(model)
+    with torch.no_grad(), gathered(model, writeback=True):
+        stop_once(model)
+        if goes_on:
+            model(data(0, 0))
+            assert model.layer.weight.dtype == torch.float64
+            model.layer.weight.add_(1e-5)
+            plain.layer.weight.add_(1e-5)
+    assert not unit.run.modes
+    assert unit.opened is None
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(found.full_tensor(), wanted.detach(), rtol=0, atol=0)
+
+
+def test_an_interrupt_that_ends_the_scope_too() -> None:
+    model = fully_shard(seeded(Stopped))
+    with pytest.raises(KeyboardInterrupt), gathered(model):
+        model(data(0, 0))
+    (unit,) = units(model)
+    assert not unit.run.modes
+    square(model, data(0, 0)).backward()
+    model.zero_grad()
+    assert_at_rest(model)
+
+
+def test_a_write_into_an_interrupted_copy() -> None:
+    """The copy is in the forward's dtype, and a write into it would be lost."""
+    model = fully_shard(seeded(Stopped), mp_policy=MixedPrecision(torch.bfloat16))
+    before = model.layer.weight.full_tensor().clone()
+    lost = r"'layer.weight' of unit 'Stopped' was written while it was gathered for a forward"
+    with pytest.raises(RuntimeError, match=lost):
+        write_after_interrupt(model)
+    assert_close(model.layer.weight.full_tensor(), before, rtol=0, atol=0)
+
+
+def write_after_interrupt(model: nn.Module) -> None:
+    with torch.no_grad(), gathered(model, writeback=True):
+        stop_once(model)
+        model.layer.weight.mul_(2)
+
+
+def test_scopes_inside_an_interrupted_forward() -> None:
+    """A call that goes on keeps its own entry, whichever scope the interrupted one was in."""
+    model = seeded(Stopped)
+    fully_shard(model)
+    (unit,) = units(model)
+    found: list[int] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        if not found:
+            found.append(0)
+            with gathered(module):
+                stop_once(module)
+            found[0] = len(unit.run.modes)
+
+    with gathered(model):
+        model.register_forward_pre_hook(look)
+        model(data(0, 0))
+        assert found == [1]
+    assert not unit.run.modes

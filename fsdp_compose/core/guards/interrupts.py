@@ -16,8 +16,9 @@ from torch import nn
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, raw
 from fsdp_compose.base.torch_stack import is_in_call
-from fsdp_compose.core.gathering import install_leaves
-from fsdp_compose.core.guards.callers import is_on_stack
+from fsdp_compose.core.gathering import install, install_leaves
+from fsdp_compose.core.guards.callers import count_calls, is_on_stack
+from fsdp_compose.core.guards.forward_writes import find_lost_copies
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.partly_run import close_forward
 from fsdp_compose.core.guards.plain_gradients import share_plain_gradients
@@ -57,6 +58,26 @@ def _find_returned(unit: Unit) -> list[tuple[dict[str, Any], str, Any]]:
         for values, name, index in unit.links.places
         if (value := values.get(name)) is not shown[index]
     ]
+
+
+def leave_scoped(unit: Unit, module: nn.Module | None = None) -> str | None:
+    """In a scope: forget the forwards that were interrupted, and show the scope's tensors again.
+
+    Args:
+        module: the module whose call begins, if one does.
+
+    Returns the error text where a copy that was made for such a forward alone was written.
+    """
+    opened = unit.opened
+    if opened is None or not opened.calls:
+        return None
+    modes, running = unit.run.modes, count_calls(unit.links.heads | {id(module)}, get_ident())
+    opened.calls -= min(opened.calls, max(len(modes) - running, 0))
+    del modes[running:]
+    if opened.calls:
+        return None
+    install(unit, opened.tensors)
+    return find_lost_copies(unit, opened, ())
 
 
 def clear_failed(unit: Unit, module: nn.Module) -> None:

@@ -48,7 +48,7 @@ from fsdp_compose.core.guards.functional_calls import (
     find_given_tensors,
     open_functional_call,
 )
-from fsdp_compose.core.guards.interrupts import leave_interrupted
+from fsdp_compose.core.guards.interrupts import leave_interrupted, leave_scoped
 from fsdp_compose.core.guards.partly_run import close_partly_run
 from fsdp_compose.core.guards.scope_parameters import end_failed_rests
 from fsdp_compose.core.passes import running_task
@@ -60,6 +60,7 @@ def _enter_scope(unit: Unit, module: nn.Module) -> None:
     """Inside ``gathered``: compute on the scope's tensors, in the dtype of a forward outside."""
     opened = unit.opened
     assert opened is not None
+    raise_lost(leave_scoped(unit, module))
     stored = computes_as_stored(unit, module)
     given = {} if opened.calls else find_given_tensors(unit)
     if given:
