@@ -46,7 +46,7 @@ from fsdp_compose.scopes.open_scope import (
     ScopeOptions,
     close_scopes,
     has_grad,
-    leave_interrupted_calls,
+    leave_calls,
     open_units,
     remember_versions,
     version_of,
@@ -144,18 +144,16 @@ def gathered(
         before = remember_modules(module)
         comparison = EditComparison(units, rank0_only) if writeback else None
         yield module
-        problem = leave_interrupted_calls(scopes)
+        problem = leave_calls(scopes) or (find_changed_ties(scopes) if writeback else None)
         if writeback:
             check_edits(module, units, before)
         changes = find_replacements(scopes)
-        problem = problem or (find_changed_ties(scopes) if writeback else None)
         if writeback and not rank0_only:
             accept_deletions(scopes, changes)
         else:
             restore_edited(before)
         fulls = restore_modules(scopes)
     except BaseException:
-        leave_interrupted_calls(scopes)
         restore_edited(before)
         try:
             restore_modules(scopes)

@@ -125,7 +125,7 @@ def _open_shown(
         install(unit, tensors)
 
 
-def leave_interrupted_calls(units: Iterable[Unit]) -> str | None:
+def leave_calls(units: Iterable[Unit]) -> str | None:
     """Let modules hold the scope's tensors after forwards that Ctrl-C ended.
 
     Returns the error text where a copy that was made for such a forward alone was written.
@@ -138,6 +138,7 @@ def close_scopes(scopes: Mapping[Unit, Scope]) -> dict[int, torch.Tensor]:
 
     Returns the scopes' tensors, by the id of the parameter that held each.
     """
+    leave_calls(scopes)
     fulls: dict[int, torch.Tensor] = {}
     for unit, scope in scopes.items():
         unit.opened = scope.outer

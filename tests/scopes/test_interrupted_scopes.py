@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dis
 import signal
@@ -200,3 +201,36 @@ def test_scopes_inside_an_interrupted_forward() -> None:
         model(data(0, 0))
         assert found == [1]
     assert not unit.run.modes
+
+
+class Again(nn.Module):
+    """Calls itself, goes on when that is interrupted, and calls itself again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.depth, self.read = nn.Linear(6, 2), 0, list[torch.dtype]()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.depth += 1
+        if self.depth == 2:
+            raise KeyboardInterrupt
+        if self.depth == 1:
+            with contextlib.suppress(KeyboardInterrupt):
+                self(inputs)
+            self(inputs)
+        self.read.append(self.layer.weight.dtype)
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+def test_an_interrupted_call_inside_one_that_goes_on() -> None:
+    """The one around it keeps what it computes on, and its end shows the scope's tensors."""
+    model = fully_shard(seeded(Again), mp_policy=MixedPrecision(torch.bfloat16))
+    (unit,) = units(model)
+    with torch.no_grad(), gathered(model):
+        assert model(data(0, 0)).dtype == torch.bfloat16
+        assert model.read == [torch.bfloat16, torch.bfloat16]
+        assert model.layer.weight.dtype == torch.float64
+        assert unit.opened is not None
+        assert unit.opened.calls == 0
+        assert not unit.run.modes
