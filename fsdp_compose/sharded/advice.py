@@ -38,13 +38,13 @@ STATE_KEY = "_fsdp_compose_state"
 """The attribute of a module that heads a unit, where ``fully_shard`` keeps what it attached."""
 
 _COPIES = (
-    "`p.full_tensor()` is a detached copy of the whole (every rank calls it), `p.to_local()` this "
-    "rank's 1-D slice."
+    "`p.full_tensor()` is a detached copy of the whole (every rank calls it; `p.copy_(whole)` "
+    "writes one back), `p.to_local()` this rank's 1-D slice."
 )
 ANY = (
     "Gather it for a while: `with fsdp_compose.gathered(module):` (writeback=True to write it, "
-    "with_grads=True for gradients too); if a method other than forward uses it, name the method: "
-    "`fully_shard(module, "
+    "with_grads=True for gradients too; what an optimizer keeps stays cut); if a method other than "
+    "forward uses it, name the method: `fully_shard(module, "
     f"methods=('forward', ...))`. {_COPIES}"
 )
 SAVING = (

@@ -387,6 +387,34 @@ def test_nodes_of_the_graph_have_hooks_to_use_instead() -> None:
     run_ranks(ranks, 2)
 
 
+def test_a_column_of_optimizer_state_is_told_its_way() -> None:
+    """A scope does not gather state, as where dead neurons of an autoencoder start again."""
+
+    def train(model: nn.Module, rank: int | None) -> Tensor:
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        weight = model.get_parameter("head.weight")
+        for step in range(3):
+            square(model, data(step, 0)).backward()
+            optim.step()
+            optim.zero_grad()
+            momentum = optim.state[weight]["momentum_buffer"]
+            if rank is None:
+                momentum[:, 1] = 0
+            else:
+                text = refusal(lambda: momentum.__setitem__((slice(None), 1), 0))
+                says(text, "what an optimizer keeps stays cut", "p.copy_(whole)")
+                whole = momentum.full_tensor()
+                whole[:, 1] = 0
+                momentum.copy_(whole)
+        return weight.detach()
+
+    def ranks(rank: int) -> None:
+        found = train(by_block(seeded(Tower)), rank)
+        torch.testing.assert_close(found.full_tensor(), train(seeded(Tower), None))
+
+    run_ranks(ranks, 2)
+
+
 def test_memory_trackers_are_told_what_counts_instead() -> None:
     model = by_block(seeded(Tower))
     with pytest.raises(ShardedWeightError, match=r"read the memory.*plan\(model, sample="):
