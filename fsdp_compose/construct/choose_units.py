@@ -96,7 +96,13 @@ def plan_shards(
     return planned
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, *_OF_PARAMETERS)
+_OF_A_MODULE = (
+    "shard the module whose forward reads its parameters, or put it into a module of your own, "
+    "shard that, and read them in its forward or inside `with fsdp_compose.gathered(module):`."
+)
+_ELEMENTS = "shard its elements, or pass them as a list to make them one unit."
 
 
 def _require_forward(module: nn.Module, what: str = "") -> None:
@@ -104,7 +110,7 @@ def _require_forward(module: nn.Module, what: str = "") -> None:
     if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"fully_shard: {what}{type(module).__name__} has no forward, so nothing would gather "
-            "it; shard its elements, or pass them as a list to make them one unit."
+            f"it; {_OF_A_MODULE if isinstance(module, _OF_PARAMETERS) else _ELEMENTS}"
         )
 
 

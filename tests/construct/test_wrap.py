@@ -16,6 +16,7 @@ from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
     fully_shard,
+    gathered,
     wrap,
 )
 from fsdp_compose.construct.choose_units import _OVERRIDABLE
@@ -418,6 +419,24 @@ def test_containers_that_nothing_calls_are_no_units() -> None:
     ):
         with pytest.raises(ValueError, match=f"unit {name} has no forward"):
             fully_shard(Stored(), units=policy)
+
+
+def test_containers_of_parameters_name_a_module() -> None:
+    """Their elements are no modules, which could be sharded."""
+
+    class Rates(nn.Module):
+        def __init__(self, rates: nn.ParameterDict) -> None:
+            super().__init__()
+            self.rates = rates
+
+    rates = nn.ParameterDict({"up": nn.Parameter(torch.ones(2, 3))})
+    for given in (rates, [rates], nn.ParameterList(rates.values())):
+        with pytest.raises(ValueError, match=r"has no forward.*put it into a module of your own"):
+            fully_shard(given)
+    model = fully_shard(Rates(rates))
+    with gathered(model):
+        (rates["up"] * 2).sum().backward()
+    torch.testing.assert_close(rates["up"].grad.full_tensor(), torch.full((2, 3), 2.0))
 
 
 def test_a_list_with_a_forward_is_a_unit() -> None:
