@@ -31,6 +31,8 @@ class Pass(list[Ref]):
     """The visitors of an outermost forward or of a backward, in their order."""
 
     is_quiet = False
+    is_partial = False
+    """Whether others ran in it that are not visited, as units in a scope of full parameters."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class Order:
         positions = (*range(at, len(known)), *range(at))
         self.cursor = next((i + 1 for i in positions if known[i]() is visitor), len(known))
         return _change(known, at, visitor)
+
+    def leave_out(self) -> None:
+        """Note that somebody runs in the pass under way, if one is, who is no visitor of it."""
+        if self.is_open:
+            self.current[-1].is_partial = True
 
     def end(self, complete: bool = True, quiet: bool = False) -> Change | None:
         """End the pass under way, or forget one that failed; return a change since last time."""

@@ -171,6 +171,8 @@ def _find_upcoming(order: Order, inner: set[Unit], around: Unit | None) -> list[
     if order.place is None:
         return None
     known, at = order.recorded[order.place], order.cursor
+    if known.is_partial:
+        return None
     found = _take_while_inside(_list_existing(known[at:]), inner)
     if found:
         return found
@@ -183,7 +185,7 @@ def _find_upcoming(order: Order, inner: set[Unit], around: Unit | None) -> list[
 def _find_outermost(order: Order, inner: set[Unit]) -> list[Unit] | None:
     """The units of the last passes that began in ``inner``, each beginning once; None: of none."""
     for passes in (order.last, order.current, order.routes[::-1]):
-        begun = {refs[0](): refs for refs in passes}
+        begun = {refs[0](): refs for refs in passes if not refs.is_partial}
         found = [refs for unit, refs in begun.items() if unit in inner]
         if found:
             return [unit for refs in found for unit in _list_existing(refs)]
@@ -202,10 +204,11 @@ def _find_last_run(visited: list[Unit], inner: set[Unit], around: Unit | None) -
 
 
 def list_passes(order: Order) -> Iterator[list[Unit]]:
-    """The units of each pass that ended and is known, the last one first."""
+    """The units of each pass that ended and is known whole, the last one first."""
     ended = order.current[:-1] if order.is_open else order.current
     for refs in (*reversed(ended), *order.routes):
-        yield _list_existing(refs)
+        if not refs.is_partial:
+            yield _list_existing(refs)
 
 
 def _list_existing(refs: list[Ref]) -> list[Unit]:

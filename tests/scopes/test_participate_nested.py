@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import Prefetch, ShardingStrategy, fully_shard, participate, set_debug, wrap
+from fsdp_compose import (
+    Prefetch,
+    ShardingStrategy,
+    fully_shard,
+    gathered,
+    participate,
+    set_debug,
+    wrap,
+)
 
 from harness import simulate_ranks
 from models import WIDTH, assert_at_rest, data, seeded, sgd, whole
@@ -347,3 +355,33 @@ def test_gradients_turned_on_in_inference_mode(hands: bool) -> None:
         assert_at_rest(model)
 
     simulate_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("way", ["scope", "scope of a part", "functional call"])
+def test_what_a_scope_hid_is_joined(way: str, trained: bool) -> None:
+    """An evaluation in a scope runs units unseen; the next ones, and training, run all again."""
+
+    def evaluate(model: nn.Module) -> None:
+        if way == "functional call":
+            average = {name: whole(param) for name, param in model.named_parameters()}
+            torch.func.functional_call(model, average, (data(9, 0),))
+            return
+        with gathered(model if way == "scope" else model[1]):
+            model(data(9, 0))
+
+    def train(rank: int) -> None:
+        model, plain = shard(build(Residual)), build(Residual)
+        if trained:
+            model(data(0, rank)).square().mean().backward()
+            model.zero_grad()
+        with torch.no_grad():
+            evaluate(model)
+            participate(model) if rank else model(data(1, rank))
+        (participate(model) if rank else model(data(2, 0)).square().mean()).backward()
+        (plain(data(2, 0)).square().mean() / 2).backward()
+        for (name, param), wanted in zip(model.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(whole(param.grad), wanted.grad, msg=name)
+        assert_at_rest(model)
+
+    simulate_ranks(train, 2)

@@ -82,6 +82,7 @@ def _enter_scope(unit: Unit, module: nn.Module) -> None:
             ],
         )
     opened.calls += 1
+    unit.engine.schedule.order.leave_out()
     return None
 
 
@@ -198,6 +199,7 @@ def _enter_shown(unit: Unit, shown: list[torch.Tensor]) -> None:
     active.append(unit)
     if not opened.stored and len(active) == 1:
         follow_order(unit)  # units inside it that are gathered as always may run without gradients
+    unit.engine.schedule.order.leave_out()
 
 
 def _leave_apart(unit: Unit, output: Any) -> None:
