@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
     fully_shard,
+    gathered,
     no_sync,
     pending_gradients,
     set_debug,
+    wrap,
 )
 from fsdp_compose.scopes.participate import participate
 
@@ -369,6 +372,36 @@ def test_a_result_that_is_dropped_is_told() -> None:
     for error in rank_errors(ranks, 2):
         assert error is not None and "run x = fsdp_compose.participate(unit, x)" in error
         assert "have the loss depend on what that returns" in error
+
+
+def test_other_numbers_of_calls_are_for_a_scope() -> None:
+    """A loop that ends by rank, as one that halts by itself; the error names what runs it."""
+
+    def loop(model: nn.Module, rank: int) -> Tensor:
+        x = data(0, rank, 3, 4)
+        with torch.no_grad():
+            for _ in range(2 - rank):
+                x = model(x).tanh()
+        for _ in range(1 + rank):
+            x = model(x).tanh()
+        return x.square().mean()
+
+    def layers() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+    def ranks(rank: int, scope: bool) -> None:
+        model = fully_shard(layers(), units=wrap.by_class(nn.Linear))
+        with gathered(model) if scope else nullcontext():
+            loop(model, rank).backward()
+        plain = layers()
+        ((loop(plain, 0) + loop(plain, 1)) / 2).backward()
+        for param, wanted in zip(model.parameters(), plain.parameters()):
+            compare("gradient", whole(param.grad), wanted.grad, Tolerance())
+
+    run_ranks(ranks, 2, scope=True)
+    for error in rank_errors(ranks, 2, scope=False):
+        assert error is not None and "ranks run different units" in error
+        assert "with fsdp_compose.gathered(model):`, which every rank enters" in error
 
 
 def test_wrong_arguments() -> None:

@@ -288,8 +288,10 @@ def explain_difference(step: int, reports: Sequence[tuple[int, list[Event]]]) ->
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
         "the same units in the same order: choose the branch alike on every rank, or let ranks "
         "that skip a unit run x = fsdp_compose.participate(unit, x) in its place, and have the "
-        "loss depend on what that returns. Use the model, and gather its parameters, in one "
-        "thread, as two run in another order on each rank."
+        "loss depend on what that returns. Where ranks run the model another number of times, as "
+        "to generate or evaluate, run it inside `with fsdp_compose.gathered(model):`, which every "
+        "rank enters. Use the model, and gather its parameters, in one thread, as two run in "
+        "another order on each rank."
     )
 
 
