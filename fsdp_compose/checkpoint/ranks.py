@@ -7,6 +7,7 @@ those that still wait in it raise that error instead of waiting until a timeout.
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ def meet_ranks(
 
     Raises:
         RuntimeError: some did not come in ``timeout`` seconds; names them. This rank may try again.
-            Or their process group has ended.
+            One cannot open as many files as it takes. Or their process group has ended.
     """
     _finish_saves()
     _require_living(what, module, process_group)
@@ -217,6 +218,8 @@ def _meet(
     store.set(f"{here}/{me}", "here")
     if not has_group:
         store.set(f"{here}/new", "new")
+        if shortage := _find_shortage(len(ranks)):
+            store.set(f"{here}/short", f"rank {me} {shortage}")
     if store.add(f"{here}/count", 1) == len(ranks):
         store.set(f"{here}/go", uuid.uuid4().hex)
     try:
@@ -235,11 +238,34 @@ def _meet(
         )
     turns[place] = turn + 1
     is_new = store.check([f"{here}/new"])
+    short = store.get(f"{here}/short").decode() if store.check([f"{here}/short"]) else ""
     meeting = f"{here}/{store.get(f'{here}/go').decode()}"
     if store.add(f"{here}/gone", 1) == len(ranks):
-        for key in (*ranks, "new", "count", "go", "gone"):
+        for key in (*ranks, "new", "short", "count", "go", "gone"):
             store.delete_key(f"{here}/{key}")
+    if short:
+        raise RuntimeError(
+            f"{what}: {short}, which connections to the other ranks take. Close files, or start "
+            f"the job with a higher limit (ulimit -n), and call {what} on every rank again."
+        )
     return meeting, is_new
+
+
+def _find_shortage(ranks: int) -> str | None:
+    """What is in the way of a gloo group over so many ranks: one that lacks a file makes all wait.
+
+    Gloo opens one for each other rank and six for itself.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(ranks + 8):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return f"cannot open {ranks + 8} more files ({error.strerror})"
+    finally:
+        for file in opened:
+            os.close(file)
+    return None
 
 
 def _meet_in_time(what: str, groups: Sequence[Group], timeout: float) -> bool:

@@ -282,3 +282,34 @@ def test_damage_is_not_taken_for_another_save(tmp_path: Path) -> None:
     (tmp_path / next(tmp_path.glob("data-*")) / "__0_0.distcp").unlink()
     with pytest.raises(RuntimeError, match="missing; the checkpoint's metadata names it"):
         fc.load_checkpoint(tmp_path, model_of(0))
+
+
+def test_a_rank_that_cannot_open_files_waits_for_none(tmp_path: Path) -> None:
+    """A first save connects the ranks: without files for that on one, none does; all train on."""
+    import resource
+
+    def ranks(rank: int) -> list[str]:
+        model, errors = model_of(1), list[str]()
+        model(torch.ones(1, 3)).sum().backward()  # maps the other rank's memory
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        opened: list[int] = []
+        if rank == 1:
+            limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            with pytest.raises(OSError, match="Too many"):
+                opened.extend(iter(lambda: os.open(os.devnull, os.O_RDONLY), None))
+        for call in (fc.save_checkpoint, fc.save_full):
+            with pytest.raises(RuntimeError) as found:
+                call(tmp_path, model)
+            errors.append(str(found.value))
+        model(torch.ones(1, 3)).sum().backward()
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        fc.save_checkpoint(tmp_path, model)
+        assert loaded(tmp_path, fc.load_checkpoint) == 1
+        return errors
+
+    first, second = run_ranks(ranks, 2)
+    assert first == second
+    for call, error in zip(("save_checkpoint", "save_full"), first, strict=True):
+        assert f"{call}: rank 1 cannot open" in error and f"call {call} on every rank" in error
