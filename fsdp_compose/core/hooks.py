@@ -56,7 +56,7 @@ def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit.run.modes.append(REFUSED)  # until the call has begun: ``after_forward`` runs in any case
     if id(module) not in unit.links.heads:
         check_copy(unit, module)
-    if not (active := unit.engine.schedule.active) or active[0] is unit:
+    if not (active := unit.engine.schedule.active) or unit.checks.around != id(active[0]):
         clear_failed(unit, module)
     mode = choose_mode(unit, module)
     mode.enter(unit, module)

@@ -118,6 +118,7 @@ class Checks:
     bound_at: int = -1  # when ``Boundary`` was made, for a unit that trains nothing
     keeps_views: bool = False  # its modules hold views of gathered weights
     found_in: int = -1  # the last pass in which what was kept of them was found elsewhere
+    around: int = 0  # the id of the outermost unit inside whose forward it was seen last
     inspected: set[tuple[int, ...]] = field(default_factory=set)
     """Kinds of forwards, and counts of the users of its memory, that were looked into."""
 

@@ -461,3 +461,31 @@ def test_an_interrupt_as_leaves_are_put_back(monkeypatch: pytest.MonkeyPatch) ->
     model.zero_grad()
     square(model, data(1, 0)).backward()
     assert_at_rest(model)
+
+
+@pytest.mark.parametrize("other", ["around", "beside"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_next_forward_is_of_another_unit(other: str, enabled: bool) -> None:
+    """A block called by itself is interrupted; the model around it, or another, is next."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        twin = Twin(rank, 2, Tower)
+        block = (twin.model if other == "around" else model).blocks[1]
+        for _ in range(2):
+            twin.train()
+            handle = block.up.register_forward_pre_hook(stop)
+            with torch.set_grad_enabled(enabled), pytest.raises(KeyboardInterrupt):
+                block(data(0, rank))
+            handle.remove()
+            with torch.no_grad():
+                assert_close(twin.model(data(1, rank)), twin.mine(data(1, rank)))
+            twin.model.zero_grad()
+            twin.train()
+        for module in (model, twin.model):
+            assert_at_rest(module)
+
+    simulate_ranks(ranks)

@@ -27,6 +27,7 @@ from fsdp_compose.base.torch_stack import is_in_call, walk_frames
 from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
+from fsdp_compose.sharded import STATE_KEY
 
 _FORKED = (
     "in a process that was forked off, such as a worker of a DataLoader, where the other ranks "
@@ -121,6 +122,24 @@ def is_on_stack(unit: Unit, module: nn.Module) -> bool:
     """Whether a call of the unit besides the present one, of ``module``, is on this stack."""
     heads = unit.links.heads | {id(module)}  # it may be a shallow copy
     return count_calls(heads, get_ident()) > 1
+
+
+def has_outer_ended(unit: Unit, outer: Unit) -> bool:
+    """Whether the forward of ``outer``, which seems to be running around ``unit``'s, is over.
+
+    An interrupt ended it without running its hooks. A unit looks once for each unit around it.
+    """
+    if graph_task_id() != -1 or unit.engine.thread != get_ident():
+        return False  # a backward inside that forward recomputes, perhaps in a device's thread
+    for frame in walk_frames(sys._getframe()):
+        name = frame.f_code.co_name
+        if "_call_impl" in name or name == "call_as_forward":
+            module = frame.f_locals.get("self" if "_call_impl" in name else "module")
+            state = vars(module).get(STATE_KEY) if isinstance(module, nn.Module) else None
+            if module is None or (state is not None and state.unit is outer):
+                unit.checks.around = id(outer)
+                return False
+    return True
 
 
 class _OutOfReach:

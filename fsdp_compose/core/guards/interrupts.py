@@ -17,7 +17,7 @@ from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, raw
 from fsdp_compose.base.torch_stack import is_in_call
 from fsdp_compose.core.gathering import install, install_leaves
-from fsdp_compose.core.guards.callers import count_calls, is_on_stack
+from fsdp_compose.core.guards.callers import count_calls, has_outer_ended, is_on_stack
 from fsdp_compose.core.guards.forward_writes import find_lost_copies
 from fsdp_compose.core.guards.functional_calls import close_functional_call
 from fsdp_compose.core.guards.partly_run import close_forward
@@ -83,7 +83,10 @@ def leave_scoped(unit: Unit, module: nn.Module | None = None) -> str | None:
 def clear_failed(unit: Unit, module: nn.Module) -> None:
     """Clear up after a forward or a backward that was interrupted."""
     engine, active = unit.engine, unit.engine.schedule.active
-    is_left = active and active[0] is unit and not is_on_stack(unit, module)
+    if active and active[0] is not unit:
+        is_left = has_outer_ended(unit, active[0])
+    else:
+        is_left = bool(active) and not is_on_stack(unit, module)
     if not active and unit.run.task is None and unit.opened is None:
         is_left = unit.run.showing is not None  # interrupted while it put its leaves back
     uncleared = find_uncleared(engine) if is_left else None
