@@ -23,6 +23,7 @@ Files, each importing only from those above it:
     containers            dictionaries and lists, which torch cuts into parts
     source                a torch.distributed.checkpoint folder to read from
     saving                the handle of a save that a thread writes
+    steady                a save beside which training went on commits nothing
     load_hooks            what load hooks of a module's own are given of files
     stages                pipeline stages: who saves what of a model
     dcp                   save_checkpoint and load_checkpoint

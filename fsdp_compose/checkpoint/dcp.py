@@ -59,6 +59,7 @@ from fsdp_compose.checkpoint.ranks import (
 from fsdp_compose.checkpoint.saving import Saving, start_saving
 from fsdp_compose.checkpoint.source import CheckpointSource
 from fsdp_compose.checkpoint.stages import Stages, choose_stored, find_stages, join_states
+from fsdp_compose.checkpoint.steady import watch_writes
 from fsdp_compose.checkpoint.values import is_cut, require_readable
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, to_bytes
 from fsdp_compose.construct.names import clean_name, list_names
@@ -102,8 +103,8 @@ def save_checkpoint(
 
     Raises:
         RuntimeError: on every rank: the disk is full, the folder cannot be written; a rank did
-            not come, which is named; ranks pass other options; or ranks call different parameters
-            by the same name.
+            not come, which is named; ranks pass other options; ranks call different parameters
+            by the same name; or another thread stepped meanwhile.
         ValueError: an optimizer holds tensors that are not ``module``'s, or two hold the same.
 
     Example:
@@ -139,6 +140,7 @@ def _save(
         if found is not None:
             agree_on_state("save_checkpoint", found.result, found.parts, groups_of(module))
         state = _collect_state(module, found, extra, stages)
+        require_unwritten = watch_writes("save_checkpoint", module)
     groups = [] if found is None else found.result["param_groups"]
     state = join_states(state, groups, stages)
     with SharedErrors(group):
@@ -148,10 +150,11 @@ def _save(
     if asynchronous:
         with SharedErrors(group):
             state = _copy_to_host(state)
+            require_unwritten()
     token = broadcast_object(uuid.uuid4().hex[:12], [group])
     writer = CommittingWriter(path, token, group.size, checksum, is_on_host=asynchronous)
     if not asynchronous:
-        write_checkpoint(state, writer, group)
+        write_checkpoint(state, writer, group, require_unwritten)
         return Saving()
 
     def write_in_thread() -> None:

@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,11 +309,19 @@ def json_of(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_checkpoint(state: dict[str, Any], writer: CommittingWriter, group: Group) -> None:
+def write_checkpoint(
+    state: dict[str, Any],
+    writer: CommittingWriter,
+    group: Group,
+    check: Callable[[], None] | None = None,
+) -> None:
     """Write what this rank has of ``state``; the first rank plans who writes what, and commits.
 
     Torch plans it, and the messages are ours: torch's need NumPy, wait half an hour whatever the
     group's timeout is, and turn Ctrl-C into an error.
+
+    Args:
+        check: called when all is written, before the commit; what it raises fails the save.
 
     Raises:
         RuntimeError: on every rank, when it failed on any; nothing was committed.
@@ -338,6 +346,8 @@ def write_checkpoint(state: dict[str, Any], writer: CommittingWriter, group: Gro
         mine = through_first(local, plan, group)
         with SharedErrors(group):
             results = writer.write_data(planner.finish_plan(mine), planner).wait()
+            if check is not None:
+                check()
         through_first(results, finish, group)
     except Exception as error:
         writer.discard()

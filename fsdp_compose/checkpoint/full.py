@@ -42,6 +42,7 @@ from fsdp_compose.checkpoint.ranks import (
     groups_of,
 )
 from fsdp_compose.checkpoint.stages import Chosen, Stages, choose_stored, find_stages
+from fsdp_compose.checkpoint.steady import watch_writes
 from fsdp_compose.checkpoint.values import Outline, require_readable, whole_shape
 from fsdp_compose.comm.messages import SharedErrors, broadcast_object, gather_objects, raise_on_all
 from fsdp_compose.construct.names import clean_name
@@ -130,9 +131,10 @@ def _save(
     token = broadcast_object(uuid.uuid4().hex[:8], [group])
     export = Export(root, file_format, [file for part in files for file in part], token)
     writer = _Writer(export, files[stages.mine], stages)
+    require_unwritten = watch_writes("save_full", module)
     try:
         visit_values(values, writer.put)
-        writer.commit()
+        writer.commit(require_unwritten)
     finally:
         writer.close()
         export.discard()
@@ -234,9 +236,14 @@ class _Writer:
             except RuntimeError as error:
                 self.problem = error
 
-    def commit(self) -> None:
-        """Give all ranks' files their names in the folder, or raise what any rank met."""
+    def commit(self, check: Callable[[], None]) -> None:
+        """Give all ranks' files their names in the folder, or raise what any rank met.
+
+        Args:
+            check: called first; what it raises fails the save.
+        """
         sums: dict[str, Sum] = {}
+        self._try(check)
 
         def finish() -> None:
             for file in self.mine:

@@ -19,7 +19,7 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.__main__ import main
 from fsdp_compose.base import process
-from fsdp_compose.checkpoint import dcp
+from fsdp_compose.checkpoint import dcp, full
 from fsdp_compose.checkpoint.files import CommittingWriter
 
 from harness import run_ranks, simulate_ranks
@@ -275,3 +275,57 @@ def test_ranks_that_saved_an_extra_get_their_own(tmp_path: Path, checksum: bool)
     simulate_ranks(save, 3)
     assert simulate_ranks(load, 3) == ([1, 1, 2] if checksum else [1, 1, 1])
     assert simulate_ranks(load, 4) == [1] * 4
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "asynchronous", "save_full"])
+def test_a_step_in_another_thread_while_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A save in a thread beside training is an error where it would hold parts of two steps."""
+    owner: Any = {"save_checkpoint": CommittingWriter, "asynchronous": dcp}.get(call, full._Writer)
+    name = {"save_checkpoint": "write_data", "asynchronous": "_copy_to_host"}.get(call, "commit")
+    save = fc.save_full if call == "save_full" else fc.save_checkpoint
+    options = {"asynchronous": True} if call == "asynchronous" else {}
+
+    def ranks(rank: int) -> list[str]:
+        model = fc.fully_shard(net())
+        optim = sgd(model)
+        real = getattr(owner, name)
+
+        def act(*args: Any) -> Any:
+            monkeypatch.setattr(owner, name, real)
+            go.set()
+            stepped.wait()
+            return real(*args)
+
+        def in_thread() -> None:
+            try:
+                save(tmp_path, model, **options)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        def step() -> None:
+            model(torch.ones(2, 4)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+
+        go, stepped, errors = threading.Event(), threading.Event(), list[str]()
+        step()
+        kept = fc.state_dict(model)
+        save(tmp_path, model)
+        monkeypatch.setattr(owner, name, act)
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+        go.wait()
+        step()
+        stepped.set()
+        thread.join()
+        step()
+        load = fc.load_full if call == "save_full" else fc.load_checkpoint
+        load(tmp_path, model)
+        equal(fc.state_dict(model), kept)
+        return errors
+
+    for (error,) in run_ranks(ranks, 2):
+        assert "'0.weight' (unit 'Sequential')" in error and "was written while" in error
+        assert save.__name__ in error and "asynchronous=True" in error
