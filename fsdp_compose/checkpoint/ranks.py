@@ -369,7 +369,7 @@ def refuse_left_out(what: str, module: nn.Module, rank0_only: bool, compares: bo
         return
     params = parameters_by_name(module).items()
     own = [name for name, param in params if not is_sharded(leaf_of(param))]
-    reports = sorted(gather_in_turn((get_global_rank(), own), groups_of(module), what))
+    reports = sorted(gather_in_turn((get_global_rank(), own), meet_in(what, module), what))
     for rank, names in reports:
         for name in sorted({*names}.difference(reports[0][1])):
             raise RuntimeError(

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[Callable[[Tower], object], str]] = {
     "clip": (lambda m: fc.clip_grad_norm_(m, 1.0), "take "),
     "gathered": (enter, "gather unit 'Tower' for gathered"),
     "state_dict": (lambda m: fc.state_dict(m, "full"), "call state_dict"),
+    "rank 0": (lambda m: fc.state_dict(m, "full", rank0_only=True), "call state_dict"),
     "iter_full": (lambda m: deque(fc.iter_full(m)), "call iter_full"),
     "apply": (lambda m: fc.apply(m, lambda part: None), "draw random numbers in apply on cpu"),
     "undo": (lambda m: fc.undo(m), "call undo"),
