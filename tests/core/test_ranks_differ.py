@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_compose as fc
 from fsdp_compose import (
     Prefetch,
     ShardingStrategy,
@@ -466,3 +468,26 @@ def test_explanation_of_more_than_two_ways() -> None:
     text = explain_difference(7, [(0, [one]), (4, [one, two]), (5, [two]), (9, [])])
     assert "step 7: as collective 1 of it, ranks 0 and 4 gather unit 'a' (forward)" in text
     assert "rank 5 reduces unit 'b' (backward) where rank 9 ends the step" in text
+
+
+SET_ON_ONE: dict[str, Callable[[Tower], object]] = {
+    "set_reshard_after_forward": lambda m: fc.set_reshard_after_forward(m, False),
+    "set_reshard_after_backward": lambda m: fc.set_reshard_after_backward(m, False),
+    "set_backward_prefetch": lambda m: fc.set_backward_prefetch(m.blocks[2], []),
+    "set_requires_gradient_sync": lambda m: fc.set_requires_gradient_sync(m, False),
+    "prefetch_units": lambda m: fc.prefetch_units(m, m.blocks[0]),
+}
+
+
+@pytest.mark.parametrize("setter", SET_ON_ONE)
+def test_what_one_rank_has_set_is_named(setter: str) -> None:
+    """The ranks run the same modules, and one gathers or reduces their units at other moments."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        for seed in range(4):
+            if rank and seed == 2:
+                SET_ON_ONE[setter](model)
+            square(model, data(seed, rank)).backward()
+
+    assert setter in message(rank_errors(ranks, 2))

@@ -48,6 +48,13 @@ _REDUCING = (
     "every rank, before the forward."
 )
 
+_SETTING = (
+    "Where all run the same modules, some rank has set otherwise when units are gathered and "
+    "reduced: call set_reshard_after_forward, set_reshard_after_backward, set_unshard_in_backward, "
+    "set_forward_prefetch, set_backward_prefetch, prefetch_units, set_requires_gradient_sync, "
+    "no_sync and accumulate alike on every rank."
+)
+
 LATE = (
     "This was found at the end of the step: its results and gradients are mixed up, so discard "
     "them. With fsdp_compose.set_debug(True) it is found before it happens."
@@ -283,7 +290,7 @@ def explain_difference(step: int, reports: Sequence[tuple[int, list[Event]]]) ->
     ways = {event[3] for event in differing}
     if len(ways) > 1 and {event[1:3] for event in differing} == {(REDUCE, differing[0][2])}:
         return f"ranks reduce gradients in different ways in step {step}: {found}. {_REDUCING}"
-    return (
+    text = (
         f"ranks run different units in step {step}: as collective {position + 1} of it, {found}. "
         "Every gather and reduction needs all ranks that share the parameters, so they must run "
         "the same units in the same order: choose the branch alike on every rank, or let ranks "
@@ -293,6 +300,8 @@ def explain_difference(step: int, reports: Sequence[tuple[int, list[Event]]]) ->
         "rank enters. Use the model, and gather its parameters, in one thread, as two run in "
         "another order on each rank."
     )
+    in_forward = all(verb == "gather" and purpose == "forward" for _, verb, _, purpose in differing)
+    return text if in_forward else f"{text} {_SETTING}"
 
 
 def _number(events: Sequence[Event], position: int) -> int:
