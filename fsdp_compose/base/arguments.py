@@ -49,13 +49,15 @@ def check_path(where: str, path: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        ValueError: it is empty, which would be the working directory; or a URL or one from the
-            home, which would be a folder in it.
+        ValueError: it is empty, which would be the working directory; a URL or one from the
+            home, which would be a folder in it; or holds a null character.
     """
     check_kind(where, "path", path, (str, PathLike), "a path")
     if path == "":
         raise ValueError(f"{where}: path is ''; wanted a path, or '.' for the working directory.")
     text = fsdecode(cast("str | PathLike[str]", path))
+    if "\0" in text:
+        raise ValueError(f"{where}: path is {text!r}; wanted one without a null character.")
     if (home := expanduser(text)) != text:
         raise ValueError(
             f"{where}: path is {str(path)!r}, and only a shell knows what '~' is; wanted {home!r}, "

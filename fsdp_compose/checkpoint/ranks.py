@@ -331,7 +331,12 @@ def claim_folder(what: str, path: Path, group: Group) -> None:
         store = default_store()
         ranks = list(group.ranks) if group.size > 1 else [dist.get_rank()]
         mine = ".".join(map(str, ranks))
-        place = f"fsdp_compose/saved/{path.resolve()}"
+        try:
+            place = f"fsdp_compose/saved/{path.resolve()}"
+        except (OSError, RuntimeError) as error:  # a loop is the latter before Python 3.13
+            raise RuntimeError(
+                f"{what}: {path} was not saved: {error}. Save to a path whose links end somewhere."
+            ) from error
         found = store.compare_set(place, "", mine).decode()
         if set(found.split(".")).isdisjoint(mine.split(".")):
             raise RuntimeError(

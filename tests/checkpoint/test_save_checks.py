@@ -329,3 +329,22 @@ def test_a_step_in_another_thread_while_saving(
     for (error,) in run_ranks(ranks, 2):
         assert "'0.weight' (unit 'Sequential')" in error and "was written while" in error
         assert save.__name__ in error and "asynchronous=True" in error
+
+
+@pytest.mark.parametrize("save", [fc.save_checkpoint, fc.save_full], ids=lambda f: f.__name__)
+def test_a_path_that_leads_nowhere(tmp_path: Path, save: Callable[..., Any]) -> None:
+    """Every rank raises which function was called: a link to itself, and a null character."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+
+    def ranks(rank: int) -> list[str]:
+        model, errors = fc.fully_shard(net()), list[str]()
+        for path in (loop, loop / "sub", f"{tmp_path}/\0"):
+            with pytest.raises((RuntimeError, ValueError)) as found:
+                save(path, model)
+            errors.append(str(found.value))
+        return errors
+
+    for errors in run_ranks(ranks, 2):
+        assert all(error.startswith(f"{save.__name__}: ") for error in errors), errors
+        assert str(loop) in errors[0] and "was not saved" in errors[1] and "null" in errors[2]
