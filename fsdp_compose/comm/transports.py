@@ -115,11 +115,24 @@ class _Read:
         elif offer.nbytes != self.nbytes:
             raise RuntimeError(f"it offers {offer.nbytes} bytes; wanted {self.nbytes}.")
         else:
-            offered = self.reading.read_from(self.rank, offer)
+            try:
+                offered = self.reading.read_from(self.rank, offer)
+            except OSError as error:
+                raise self._explain(error) from error
             found = offered[self.begin : self.begin + self.like.nbytes].view(self.like.dtype)
         self.take(found)
         if self.is_last:
             self.reading.close()
+
+    def _explain(self, error: OSError) -> OSError:
+        """The error where this rank cannot map what the other one offers, for the user."""
+        group = self.call.group
+        return OSError(
+            error.errno,
+            f"rank {group.ranks[group.rank]} waits to {self.call.purpose}, and cannot map the "
+            f"memory of rank {group.ranks[self.rank]}: {error.strerror}. This takes an open file: "
+            "close files, or start the job with a higher limit (ulimit -n).",
+        )
 
 
 def _start_on_host(

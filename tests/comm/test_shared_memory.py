@@ -537,3 +537,23 @@ def test_what_cannot_be_opened_is_no_peer(tmp_path: Path) -> None:
 
 class FakeGroup:
     """Stands for a process group."""
+
+
+def test_a_rank_that_can_open_no_more_files() -> None:
+    """A first gather maps the other rank's memory: the error names both, and what was gathered."""
+
+    def ranks(rank: int) -> None:
+        model = fully_shard(seeded(lambda: stack(1, 64)))
+        if rank == 0:
+            model(data(0, 0, 2, 64))
+            return
+        limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        with pytest.raises(OSError, match="Too many"):
+            opened.extend(iter(lambda: os.open(os.devnull, os.O_RDONLY), None))
+        what = "to gather unit 'Sequential', and cannot map the memory of rank 0: Too many"
+        with pytest.raises(OSError, match=what):
+            model(data(0, 1, 2, 64))
+
+    opened: list[int] = []
+    run_ranks(ranks, 2)
