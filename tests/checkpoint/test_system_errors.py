@@ -313,3 +313,12 @@ def test_a_rank_that_cannot_open_files_waits_for_none(tmp_path: Path) -> None:
     assert first == second
     for call, error in zip(("save_checkpoint", "save_full"), first, strict=True):
         assert f"{call}: rank 1 cannot open" in error and f"call {call} on every rank" in error
+
+
+def test_save_full_ends_well_whatever_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that cannot look for what it wrote has saved; the others would go on without it."""
+    refuse("exists", ".saving-", monkeypatch)
+    fc.save_full(tmp_path, model_of(2))
+    assert loaded(tmp_path, fc.load_full) == 2

@@ -62,9 +62,10 @@ class Export:
 
     def discard(self) -> None:
         """Remove what was written, if it was not committed."""
-        if self.aside.exists():
-            with contextlib.suppress(OSError, RuntimeError), committing(self.root):
-                shutil.rmtree(self.aside, ignore_errors=True)
+        with contextlib.suppress(OSError, RuntimeError):
+            if self.aside.exists():
+                with committing(self.root):
+                    shutil.rmtree(self.aside, ignore_errors=True)
 
     def commit(self, sums: Mapping[str, Sum]) -> None:
         """Give the files, which are on the disk, their names; then remove what they replace.
