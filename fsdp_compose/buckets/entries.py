@@ -61,8 +61,9 @@ def find_entry(param: nn.Parameter) -> Entry:
         raise ValueError(
             f"this slice of {spec.fqn!r} (unit {spec.unit!r}) belongs to no unit: the unit's "
             "module is gone, copy.deepcopy of a part of the unit made it, or it was computed from "
-            "slices. Copy the whole unit, whose copy is sharded in the same way, or put a plain "
-            "parameter in its place: nn.Parameter(p.full_tensor()), called on every rank."
+            "slices. Copy the whole unit, whose copy is sharded in the same way, or a part inside "
+            "`with fsdp_compose.gathered(module):`, whose copy is plain; or put a plain parameter "
+            "in its place: nn.Parameter(p.full_tensor()), called on every rank."
         )
     return entry
 
