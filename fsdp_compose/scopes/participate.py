@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -184,11 +185,17 @@ def _find_upcoming(order: Order, inner: set[Unit], around: Unit | None) -> list[
 
 def _find_outermost(order: Order, inner: set[Unit]) -> list[Unit] | None:
     """The units of the last passes that began in ``inner``, each beginning once; None: of none."""
+    known = {refs[0](): refs for refs in order.routes[::-1] if not refs.is_partial}
     for passes in (order.last, order.current, order.routes[::-1]):
-        begun = {refs[0](): refs for refs in passes if not refs.is_partial}
-        found = [refs for unit, refs in begun.items() if unit in inner]
+        begun = {refs[0](): refs for refs in passes}
+        found = [
+            list_nested(unit) if whole is None else _list_existing(whole)
+            for unit, refs in begun.items()
+            if unit in inner
+            for whole in (known.get(unit) if refs.is_partial else refs,)
+        ]
         if found:
-            return [unit for refs in found for unit in _list_existing(refs)]
+            return list(chain.from_iterable(found))
     return None
 
 

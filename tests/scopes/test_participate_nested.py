@@ -385,3 +385,29 @@ def test_what_a_scope_hid_is_joined(way: str, trained: bool) -> None:
         assert_at_rest(model)
 
     simulate_ranks(train, 2)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of unit")  # the next one runs what was hidden
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_container_joins_what_a_scope_hid(trained: bool) -> None:
+    """It is no unit itself; a layer inside it ran with one of its two units in a scope."""
+
+    def layers() -> nn.Module:
+        linear = partial(nn.Linear, WIDTH, WIDTH)
+        return nn.Sequential(*(nn.Sequential(linear(), linear()) for _ in range(3))).double()
+
+    def train(rank: int) -> None:
+        model, plain = seeded(layers), seeded(layers)
+        for layer in model:
+            fully_shard(layer, units=wrap.by_class(nn.Linear))
+        if trained:
+            model(data(0, rank)).square().mean().backward()
+        with gathered(model[1][0]):
+            model(data(1, rank)).square().mean().backward()
+        model.zero_grad()
+        (participate(model) if rank else model(data(2, 0)).square().mean()).backward()
+        (plain(data(2, 0)).square().mean() / 2).backward()
+        for (name, param), wanted in zip(model.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(whole(param.grad), wanted.grad, msg=name)
+
+    simulate_ranks(train, 2)
