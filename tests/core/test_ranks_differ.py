@@ -470,6 +470,12 @@ def test_explanation_of_more_than_two_ways() -> None:
     assert "rank 5 reduces unit 'b' (backward) where rank 9 ends the step" in text
 
 
+def test_explanation_of_a_step_that_one_discards() -> None:
+    told, call = (3, "discard", "", "ValueError: bad"), (7, "call", "", "call state_dict")
+    text = explain_difference(7, [(0, [call]), (1, [told])])
+    assert "rank 0 wants to call state_dict where rank 1 discards a skippable step (Value" in text
+
+
 SET_ON_ONE: dict[str, Callable[[Tower], object]] = {
     "set_reshard_after_forward": lambda m: fc.set_reshard_after_forward(m, False),
     "set_reshard_after_backward": lambda m: fc.set_reshard_after_backward(m, False),

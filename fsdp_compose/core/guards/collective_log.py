@@ -43,6 +43,7 @@ from fsdp_compose.core.guards.compared_steps import Settings, Steps, number_of, 
 from fsdp_compose.core.guards.guessed_use import Guess, make_guess, sum_up, take_back_zeros
 from fsdp_compose.core.guards.rank_differences import (
     ALONE,
+    DISCARD,
     LATE,
     STEPPED,
     Event,
@@ -63,7 +64,6 @@ TRIAL_PASSES = 32
 MAX_EVENTS = 1 << 16
 """Compare after this many events where no step ends, as in inference with gradients enabled."""
 
-DISCARD = "discard"
 _DISAGREED, _END, _DISCARDED = 0, 1, 3
 KEPT, DISCARDED = 1, 2  # how a rank ends a skippable step
 _FAILED = 4  # and its number: it failed where others wait for it

@@ -16,6 +16,8 @@ STEPPED = "stepped"
 WRITE = "write"
 EDIT = "edit"
 CHANGE = "change"
+DISCARD = "discard"
+"""The kind of what a rank says at the end of a skippable step; its purpose is the reason."""
 ALONE = "call"
 """The kind of a collective that no step issues; its purpose is what the rank was to do."""
 _WRITING = (
@@ -314,6 +316,8 @@ def _describe(event: Event) -> str:
     _, verb, unit, purpose = event
     if verb == ALONE:
         return f"want{{}} to {purpose}"
+    if verb == DISCARD:
+        return f"discard{{}} a skippable step ({purpose})"
     return f"{verb}{{}} unit {unit!r} ({purpose})"
 
 
