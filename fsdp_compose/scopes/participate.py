@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compose.base.order import Order, Ref
+from fsdp_compose.base.order import Order, Pass, Ref
 from fsdp_compose.core.guards.units import list_nested, modules_of, require_units
 from fsdp_compose.core.hooks import call_as_forward
 from fsdp_compose.core.state import Unit, find_state, iter_units
@@ -188,15 +188,16 @@ def _find_outermost(order: Order, inner: set[Unit]) -> list[Unit] | None:
     known = {refs[0](): refs for refs in order.routes[::-1] if not refs.is_partial}
     for passes in (order.last, order.current, order.routes[::-1]):
         begun = {refs[0](): refs for refs in passes}
-        found = [
-            list_nested(unit) if whole is None else _list_existing(whole)
-            for unit, refs in begun.items()
-            if unit in inner
-            for whole in (known.get(unit) if refs.is_partial else refs,)
-        ]
+        found = [_list_whole(unit, known, refs) for unit, refs in begun.items() if unit in inner]
         if found:
             return list(chain.from_iterable(found))
     return None
+
+
+def _list_whole(unit: Unit, known: dict[Any, Pass], ran: Pass) -> list[Unit]:
+    """The units of the pass that ``unit`` began, or of one before in which nobody was left out."""
+    whole = known.get(unit) if ran.is_partial else ran
+    return list_nested(unit) if whole is None else _list_existing(whole)
 
 
 def _find_last_run(visited: list[Unit], inner: set[Unit], around: Unit | None) -> list[Unit] | None:
