@@ -116,6 +116,11 @@ def is_in_call(frame: FrameType | None) -> bool:
     return False
 
 
+def calls_compiled(frame: FrameType) -> bool:
+    """Whether the frame is of torch.compile: those that it calls may have other names there."""
+    return "_dynamo" in frame.f_code.co_filename
+
+
 _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
 
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

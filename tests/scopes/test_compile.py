@@ -161,6 +161,23 @@ def test_a_whole_model_breaks_at_units_only() -> None:
     run_ranks(run, 2)
 
 
+def test_a_function_around_the_model_that_resumes_inside(monkeypatch: Any) -> None:
+    """Dynamo's frames of the model's call have other names then; the model runs all the same."""
+    monkeypatch.setattr(torch._dynamo.config, "nested_graph_breaks", True)
+
+    def prepare(model: nn.Module, backend: Any) -> Call | None:
+        by_block(model)
+        return torch.compile(lambda x: model(x) * 1.0, backend=backend) if backend else None
+
+    def run(rank: int) -> None:
+        trial = Trial(rank, 2, Line, prepare)
+        for seed in range(3):
+            trial.step(seed)
+        trial.check()
+
+    run_ranks(run, 2)
+
+
 def test_two_shapes_compile_twice() -> None:
     def run(rank: int) -> None:
         shapes = ((3, WIDTH), (5, WIDTH))

@@ -23,7 +23,7 @@ from fsdp_compose.base.torch_private import (
     is_jit_tracing,
     outside_transforms,
 )
-from fsdp_compose.base.torch_stack import is_in_call, walk_frames
+from fsdp_compose.base.torch_stack import calls_compiled, is_in_call, walk_frames
 from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
@@ -133,13 +133,17 @@ def has_outer_ended(unit: Unit, outer: Unit) -> bool:
         return False  # a backward inside that forward recomputes, perhaps in a device's thread
     for frame in walk_frames(sys._getframe()):
         name = frame.f_code.co_name
-        if "_call_impl" in name or name == "call_as_forward":
-            module = frame.f_locals.get("self" if "_call_impl" in name else "module")
+        if calls_compiled(frame):
+            break
+        if name in ("_call_impl", "call_as_forward"):
+            module = frame.f_locals.get("self" if name == "_call_impl" else "module")
             state = vars(module).get(STATE_KEY) if isinstance(module, nn.Module) else None
-            if module is None or (state is not None and state.unit is outer):
-                unit.checks.around = id(outer)
-                return False
-    return True
+            if state is not None and state.unit is outer:
+                break
+    else:
+        return True
+    unit.checks.around = id(outer)
+    return False
 
 
 class _OutOfReach:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_compose.base.attributes import get_grad
 from fsdp_compose.base.torch_private import graph_task_id, outside_transforms, raw
-from fsdp_compose.base.torch_stack import is_in_call
+from fsdp_compose.base.torch_stack import calls_compiled, is_in_call, walk_frames
 from fsdp_compose.core.gathering import install, install_leaves
 from fsdp_compose.core.guards.callers import count_calls, has_outer_ended, is_on_stack
 from fsdp_compose.core.guards.forward_writes import find_lost_copies
@@ -69,7 +69,7 @@ def leave_scoped(unit: Unit, module: nn.Module | None = None) -> str | None:
     Returns the error text where a copy that was made for such a forward alone was written.
     """
     opened = unit.opened
-    if opened is None or not opened.calls:
+    if opened is None or not opened.calls or any(map(calls_compiled, walk_frames(sys._getframe()))):
         return None
     modes, running = unit.run.modes, count_calls(unit.links.heads | {id(module)}, get_ident())
     opened.calls -= min(opened.calls, max(len(modes) - running, 0))
