@@ -161,7 +161,7 @@ def test_a_whole_model_breaks_at_units_only() -> None:
     run_ranks(run, 2)
 
 
-def test_a_function_around_the_model_that_resumes_inside(monkeypatch: Any) -> None:
+def test_a_function_that_resumes_inside_the_model(monkeypatch: Any) -> None:
     """Dynamo's frames of the model's call have other names then; the model runs all the same."""
     monkeypatch.setattr(torch._dynamo.config, "nested_graph_breaks", True)
 
