@@ -20,6 +20,7 @@ from torch import nn
 
 from fsdp_compose.base import process
 from fsdp_compose.base.arguments import check_module, check_path, check_process_group, check_timeout
+from fsdp_compose.base.environment import connects_late
 from fsdp_compose.base.group import SELF, Group, get_global_rank, is_alive
 from fsdp_compose.base.launched import require_group
 from fsdp_compose.base.torch_private import default_store, gloo_group, timeout_of
@@ -218,7 +219,7 @@ def _meet(
     store.set(f"{here}/{me}", "here")
     if not has_group:
         store.set(f"{here}/new", "new")
-        if shortage := _find_shortage(len(ranks)):
+        if shortage := find_shortage(len(ranks)):
             store.set(f"{here}/short", f"rank {me} {shortage}")
     if store.add(f"{here}/count", 1) == len(ranks):
         store.set(f"{here}/go", uuid.uuid4().hex)
@@ -251,17 +252,18 @@ def _meet(
     return meeting, is_new
 
 
-def _find_shortage(ranks: int) -> str | None:
+def find_shortage(ranks: int) -> str | None:
     """What is in the way of a gloo group over so many ranks: one that lacks a file makes all wait.
 
-    Gloo opens one for each other rank and six for itself.
+    Gloo opens one for each other rank it connects to and six for itself.
     """
+    needed = 8 if connects_late() else ranks + 8
     opened: list[int] = []
     try:
-        for _ in range(ranks + 8):
+        for _ in range(needed):
             opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        return f"cannot open {ranks + 8} more files ({error.strerror})"
+        return f"cannot open {needed} more files ({error.strerror})"
     finally:
         for file in opened:
             os.close(file)

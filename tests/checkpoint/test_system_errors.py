@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import resource
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from torch import nn
 import fsdp_compose as fc
 from fsdp_compose.checkpoint import dcp, files, metadata
 from fsdp_compose.checkpoint.formats.safetensors import write_at
+from fsdp_compose.checkpoint.ranks import find_shortage
 from fsdp_compose.checkpoint.source import CheckpointSource
 
 from harness import run_ranks
@@ -286,7 +288,6 @@ def test_damage_is_not_taken_for_another_save(tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_open_files_waits_for_none(tmp_path: Path) -> None:
     """A first save connects the ranks: without files for that on one, none does; all train on."""
-    import resource
 
     def ranks(rank: int) -> list[str]:
         model, errors = model_of(1), list[str]()
@@ -313,6 +314,20 @@ def test_a_rank_that_cannot_open_files_waits_for_none(tmp_path: Path) -> None:
     assert first == second
     for call, error in zip(("save_checkpoint", "save_full"), first, strict=True):
         assert f"{call}: rank 1 cannot open" in error and f"call {call} on every rank" in error
+
+
+def test_files_for_ranks_that_connect_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gloo connects ranks as they meet, a world larger than the limit of files may save."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+    try:
+        told = find_shortage(1000)
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+        told_late = find_shortage(1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert told == "cannot open 1008 more files (Too many open files)"
+    assert told_late is None
 
 
 def test_save_full_ends_well_whatever_is_left(
