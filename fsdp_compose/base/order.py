@@ -106,7 +106,7 @@ class Order:
         self.current[-1].append(weakref.ref(visitor))
         positions = (*range(at, len(known)), *range(at))
         self.cursor = next((i + 1 for i in positions if known[i]() is visitor), len(known))
-        return _change(known, at, visitor)
+        return _change(self.current[-1], known, at, visitor)
 
     def leave_out(self) -> None:
         """Note that somebody runs in the pass under way, if one is, who is no visitor of it."""
@@ -126,7 +126,7 @@ class Order:
         else:
             self.first = self.first or self.current[-1][0]
             if self.place is not None:
-                return _change(self.recorded[self.place], self.cursor, None)
+                return _change(self.current[-1], self.recorded[self.place], self.cursor, None)
         return None
 
     def ahead(self, count: int) -> list[Any]:
@@ -218,6 +218,7 @@ def _find_routes(passes: list[Pass]) -> list[Pass]:
     return found
 
 
-def _change(known: Pass, at: int, found: Any | None) -> Change | None:
+def _change(current: Pass, known: Pass, at: int, found: Any | None) -> Change | None:
     expected = known[at]() if at < len(known) else None
-    return None if expected is None else Change(expected, found)
+    is_partial = known.is_partial or current.is_partial
+    return None if expected is None or is_partial else Change(expected, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor
 from fsdp_compose import (
     Prefetch,
     fully_shard,
+    gathered,
 )
 
-from harness import run_ranks
+from harness import run_ranks, simulate_ranks
 from models import (
     Block,
     Tower,
@@ -214,6 +216,23 @@ def test_what_was_gathered_ahead_and_changed() -> None:
             y.sum().backward()
 
     run_ranks(ranks)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_units_in_a_scope_are_not_missed(part: int) -> None:
+    """A forward gathers the units that are in no scope; the one after it, all again."""
+
+    def ranks(rank: int) -> None:
+        model = by_block(seeded(Tower))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(4):
+                with gathered(model.blocks[part]) if step % 2 else nullcontext():
+                    square(model, data(step, rank)).backward()
+                model.zero_grad()
+        assert_at_rest(model)
+
+    simulate_ranks(ranks)
 
 
 def test_a_failed_forward_is_not_an_order() -> None:
