@@ -161,19 +161,19 @@ def test_a_whole_model_breaks_at_units_only() -> None:
     run_ranks(run, 2)
 
 
-def test_a_function_that_resumes_inside_the_model(monkeypatch: Any) -> None:
+def test_a_function_that_resumes_inside_the_model() -> None:
     """Dynamo's frames of the model's call have other names then; the model runs all the same."""
-    monkeypatch.setattr(torch._dynamo.config, "nested_graph_breaks", True)
 
     def prepare(model: nn.Module, backend: Any) -> Call | None:
         by_block(model)
         return torch.compile(lambda x: model(x) * 1.0, backend=backend) if backend else None
 
     def run(rank: int) -> None:
-        trial = Trial(rank, 2, Line, prepare)
-        for seed in range(3):
-            trial.step(seed)
-        trial.check()
+        with torch._dynamo.config.patch(nested_graph_breaks=True):
+            trial = Trial(rank, 2, Line, prepare)
+            for seed in range(3):
+                trial.step(seed)
+            trial.check()
 
     run_ranks(run, 2)
 
