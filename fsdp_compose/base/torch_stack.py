@@ -116,6 +116,13 @@ def is_in_call(frame: FrameType | None) -> bool:
     return False
 
 
+def called_module(frame: FrameType) -> Any | None:
+    """The module whose call, or whose method that gathers, the frame is; None for other frames."""
+    names = {"_call_impl": "self", "call_as_forward": "module"}
+    name = names.get(frame.f_code.co_name)
+    return None if name is None else frame.f_locals.get(name)
+
+
 def calls_compiled(frame: FrameType) -> bool:
     """Whether the frame is of torch.compile: those that it calls may have other names there."""
     return "_dynamo" in frame.f_code.co_filename

@@ -23,7 +23,7 @@ from fsdp_compose.base.torch_private import (
     is_jit_tracing,
     outside_transforms,
 )
-from fsdp_compose.base.torch_stack import calls_compiled, is_in_call, walk_frames
+from fsdp_compose.base.torch_stack import called_module, calls_compiled, is_in_call, walk_frames
 from fsdp_compose.core.guards.units import get_state, list_all_units
 from fsdp_compose.core.passes import recover
 from fsdp_compose.core.state import Engine, Unit
@@ -109,13 +109,8 @@ def clear_deleted(engine: Engine) -> None:
 
 def count_calls(heads: Collection[int], thread: int) -> int:
     """How many calls of the modules with these ids are on the stack of a thread."""
-    calls = 0
-    for frame in walk_frames(sys._current_frames().get(thread)):
-        if frame.f_code.co_name == "_call_impl":
-            calls += id(frame.f_locals.get("self")) in heads
-        elif frame.f_code.co_name == "call_as_forward":
-            calls += id(frame.f_locals.get("module")) in heads
-    return calls
+    called = map(called_module, walk_frames(sys._current_frames().get(thread)))
+    return sum(module is not None and id(module) in heads for module in called)
 
 
 def is_on_stack(unit: Unit, module: nn.Module) -> bool:
@@ -132,14 +127,12 @@ def has_outer_ended(unit: Unit, outer: Unit) -> bool:
     if graph_task_id() != -1 or unit.engine.thread != get_ident():
         return False  # a backward inside that forward recomputes, perhaps in a device's thread
     for frame in walk_frames(sys._getframe()):
-        name = frame.f_code.co_name
         if calls_compiled(frame):
             break
-        if name in ("_call_impl", "call_as_forward"):
-            module = frame.f_locals.get("self" if name == "_call_impl" else "module")
-            state = vars(module).get(STATE_KEY) if isinstance(module, nn.Module) else None
-            if state is not None and state.unit is outer:
-                break
+        module = called_module(frame)
+        state = None if module is None else vars(module).get(STATE_KEY)
+        if state is not None and state.unit is outer:
+            break
     else:
         return True
     unit.checks.around = id(outer)
